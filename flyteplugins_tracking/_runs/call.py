@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._job.failure import Failure
     from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking._runs.run_file import RunFile
-    from flyteplugins_tracking._runs.sigterm import SigtermWatcher
+    from flyteplugins_tracking._runs.sigterm import SigtermListener
     from flyteplugins_tracking._runs.stopping import Stopping
     from flyteplugins_tracking.trackers.base import Tracker
 
@@ -94,7 +94,7 @@ class Call(PerProcess):
         run_file: The file of `run_file=`, on a rank that opens a run.
         parent_id: The run of the calling task, if this task continues it.
         run: The run that it has joined or opened; None on a rank without a run.
-        watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
+        listener: Listens for SIGTERM during the call. Each call has its own start and stop.
         stopping: What `should_stop` has started; None until the function calls it.
         stop_reason: In a simulation, why the function is asked to stop; None if it is not.
         is_parents: Whether this process was forked during the call, and must not end it.
@@ -107,7 +107,7 @@ class Call(PerProcess):
     run_file: RunFile | None = None
     parent_id: str | None = None
     run: Run | None = None
-    watcher: SigtermWatcher | None = None
+    listener: SigtermListener | None = None
     stopping: Stopping | None = None
     stop_reason: str | None = None
     is_parents: bool = False
@@ -175,7 +175,7 @@ class Call(PerProcess):
                 raise late
         finally:
             self._has_ended = True
-            HANDLERS.put_back(self, drops=self.watcher is not None and self.watcher.ends_process)
+            HANDLERS.put_back(self, drops=self.listener is not None and self.listener.ends_process)
 
     @property
     def is_simulated(self) -> bool:
@@ -218,12 +218,12 @@ class Call(PerProcess):
                 text = "%s: role=%r is ignored: its function runs in the process of the function that has the run"
                 logger.warning(text, self.tracker.name, self.config.role)
             if self.run is not None:
-                from flyteplugins_tracking._runs.run import start_watching
+                from flyteplugins_tracking._runs.run import listen_for_sigterm
 
-                start_watching(self, self.run.opener.config.finish_timeout_s)
+                listen_for_sigterm(self, self.run.opener.config.finish_timeout_s)
         state.begin(self)
-        if self.watcher is not None:
-            self.watcher.run_opened()
+        if self.listener is not None:
+            self.listener.run_opened()
         if self.run is not None and self.run.opener is self:
             undo.enter_context(self.context.propagate_run(self.tracker, self.run.handle.run))
         self._watch_ranks(undo)
@@ -283,9 +283,9 @@ class Call(PerProcess):
                 raise
             # A limit of the machine or its container must not end the training job.
             logger.warning("%s: the function is called without a run: %s", self.tracker.name, error)
-            if self.watcher is not None:
-                self.watcher.stop()
-                self.watcher = None
+            if self.listener is not None:
+                self.listener.stop()
+                self.listener = None
 
     def _watch_ranks(self, undo: ExitStack) -> None:
         """Have the watch look at the job's ranks, if `hang_timeout_s` or `pulse_s` asks for it.
@@ -328,8 +328,8 @@ class Call(PerProcess):
             else:
                 self.run.leave(self, exit_code, failure)
         finally:
-            if self.watcher is not None:
-                self.watcher.stop(error)
+            if self.listener is not None:
+                self.listener.stop(error)
 
     def _await_sigterm(self) -> None:
         """Wait a moment for the SIGTERM that a process of this one has had before: a launcher signals one by one."""
@@ -339,7 +339,7 @@ class Call(PerProcess):
 
     @property
     def _is_terminated(self) -> bool:
-        is_seen = self.watcher is not None and self.watcher.terminated
+        is_seen = self.listener is not None and self.listener.terminated
         return is_seen or HANDLERS.has_come(signal.SIGTERM)
 
     def _reset(self, token: Token[Call | None]) -> None:
@@ -351,7 +351,7 @@ class Call(PerProcess):
     def _exit_code_of(self, error: BaseException) -> int:
         asyncio = sys.modules.get("asyncio")
         is_cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
-        if is_cancelled and self.watcher is not None and self.watcher.was_interrupted():
+        if is_cancelled and self.listener is not None and self.listener.was_interrupted():
             return INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
         return exit_code_of(error, self.context.success_exceptions)
 

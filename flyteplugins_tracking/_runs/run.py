@@ -1,8 +1,8 @@
 """A run that this process has open: how it is opened, ended early and closed. Only ranks with a run load this module.
 
 Three verbs end a run. `finish` is the vendor's: the handle ends the run at the service. `close` is the library's: no
-call uses the run any more. `end_early` is a finish that comes while a function may still log: the next row opens the
-run again.
+call uses the run any more. `end_early` is a finish that comes while a function may still log: what it logs then is
+kept, and `close` sends it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._runs.call import Call, state
 from flyteplugins_tracking._runs.request import plan_of, request_of
-from flyteplugins_tracking._runs.sigterm import ForkMask, LoopWatcher, MainThreadWatcher
+from flyteplugins_tracking._runs.sigterm import ForkMask, LoopListener, MainThreadListener
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.handlers import HANDLERS
@@ -53,7 +54,7 @@ _opening = register(OwnLock())
 
 
 def open_run(call: Call) -> Run:
-    """Open the run of a call, or join it if this process has it open. SIGTERM is watched from here on.
+    """Open the run of a call, or join it if this process has it open. SIGTERM is listened for from here on.
 
     Raises:
         TrackerNotInstalledError: The vendor's package is missing.
@@ -61,7 +62,7 @@ def open_run(call: Call) -> Run:
         IdentityError: The ranks cannot agree on an id.
     """
     config, tracker, info = call.config, call.tracker, call.info
-    start_watching(call, config.finish_timeout_s)
+    listen_for_sigterm(call, config.finish_timeout_s)
     with ExitStack() as undo:
         # From here on, and not when the run is open: that may take seconds, and a rank may die meanwhile.
         is_alone = call.is_simulated or info is None or info.world_size == 1
@@ -78,7 +79,7 @@ def open_run(call: Call) -> Run:
             deadline = time.monotonic() + config.init_timeout_s
             run_plan = _lock_run(call, planned, undo)
             logger.debug("%s: opening %s", tracker.name, run_plan)
-            request = request_of(call, planned, run_plan, call.watcher or MAIN_WATCHER, deadline)
+            request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
             require(tracker)
             handle = _opened(tracker, request)
             left_s = deadline - time.monotonic()
@@ -213,7 +214,9 @@ class Run:
         held: Stops that, and releases the run's lock, when the run is closed.
         users: How many calls use it. It changes while `state.lock` is held.
         closed: Set when it has been closed.
-        opener_exit_code: The status of the call that has opened it, once that has ended.
+        context: The variables of the thread or task that has opened it.
+        opener_exit_code: The status of the call that has opened it; None while that runs.
+        opener_failure: Why that call has failed; None if it has not, or if that is not known.
         is_closed_early: Whether it was closed because the process ends, before its function has returned.
     """
 
@@ -224,7 +227,9 @@ class Run:
     held: ExitStack
     users: int = 1
     closed: threading.Event = field(default_factory=threading.Event)
-    opener_exit_code: int = 0
+    context: Context = field(default_factory=copy_context)
+    opener_exit_code: int | None = None
+    opener_failure: Failure | None = None
     is_closed_early: bool = False
 
     def __repr__(self) -> str:
@@ -244,20 +249,17 @@ class Run:
             exit_code: Its status.
             failure: Why it has failed; None if it has not, or if that is not known.
         """
-        with nullcontext() if call.watcher is None else call.watcher.closing():
+        with nullcontext() if call.listener is None else call.listener.closing():
             exit_code = _or_terminated(exit_code)
-            is_opener = call is self.opener
-            if is_opener:
-                self.opener_exit_code = exit_code
+            if call is self.opener:
+                self.opener_exit_code, self.opener_failure = exit_code, failure
             with state.lock:  # from here on a signal does not end the run, but waits for this call
                 state.calls[:] = [other for other in state.calls if other is not call]
                 self.users -= 1
                 is_last = self.users == 0
             if is_last and not self.is_closed_early:
                 # A signal's status comes before that of the opener, which may have left before the signal.
-                self.close(exit_code if exit_code == TERMINATED else self.opener_exit_code, failure)
-            elif is_opener and self.plan.primary and not self.is_closed_early:
-                self.end_early(exit_code, failure)
+                self.close(_or_terminated(self.opener_exit_code or 0), self.opener_failure)
 
     def close_if_unused(self, _: object, error: BaseException | None, __: object) -> None:
         """Close a run that a signal has kept from being used."""
@@ -294,12 +296,20 @@ class Run:
         """Whether `should_stop()` has ended the function: the next job goes on in the run."""
         return self.opener.stopping is not None and self.opener.stopping.has_stopped
 
-    def end_early(self, exit_code: int, failure: Failure | None = None) -> None:
-        """End the run while functions may still log: the next row opens it again. Called from any thread."""
-        with self.warned(f"the run could not be finished with status {exit_code}"):
-            self.handle.end_early(self._verdict(exit_code, failure))
-        if exit_code == TERMINATED:  # the function may never return: it sits in a collective
-            _persist(self)
+    def mark_preempting(self, timeout_s: float) -> None:
+        """Prepare for a handler of the user's that may end the process. Called from any thread.
+
+        A neighbour's failure, which ends the job too, is no preemption.
+        """
+        with self.warned("the run may not be shown as preempted if the handler ends the process"):
+            if self._verdict(TERMINATED, None) == TERMINATED:
+                self.handle.mark_preempting(timeout_s)
+
+    def end_early(self) -> None:
+        """End the run, because of SIGTERM, while functions may still log. Called from any thread."""
+        with self.warned(f"the run could not be finished with status {TERMINATED}"):
+            self.handle.end_early(self._verdict(TERMINATED, None))
+        _persist(self)  # the function may never return: it sits in a collective
 
     def publish_files(self, call: Call, is_async: bool) -> Any:
         """Make the files of the run an output of its task: see `Call.publish_files`."""
@@ -325,6 +335,9 @@ class Run:
         self.is_closed_early = True
         if terminated_at() is not None:
             self.close(TERMINATED, None)
+            return
+        if self.opener_exit_code is not None:  # others have joined the run, and have not returned
+            self.close(self.opener_exit_code, self.opener_failure)
             return
         rank = 0 if self.opener.info is None else self.opener.info.rank
         self.close(1, Failure(rank, "unfinished", "the process ended before the function returned", exit_code=1))
@@ -430,7 +443,9 @@ def _persist(run: Run) -> None:
         return
     for directory in run.handle.unsent():
         with run.warned(f"{directory} could not be copied to storage, and is lost with this machine"):
-            address, name = run.opener.context.persist(directory), os.path.basename(directory)
+            # In the opener's context: Flyte's storage is known there, and SIGTERM ends runs in a thread.
+            address = run.context.copy().run(run.opener.context.persist, directory)
+            name = os.path.basename(directory)
             logger.warning(
                 "%s: rows that the service has not received are stored at %s. Download them to %s, and send them: %s",
                 run.tracker.name,
@@ -443,41 +458,49 @@ def _persist(run: Run) -> None:
 # SIGTERM
 
 
-def end_open_runs(exit_code: int, timeout_s: float) -> None:
-    """End all runs that are open in this process, of all threads, while the functions may continue.
+def mark_open_runs(timeout_s: float) -> None:
+    """Prepare all runs that are open in this process for a handler of the user's. Waits for that for a moment."""
+    _for_each_run(lambda run: run.mark_preempting(timeout_s), timeout_s)
+
+
+def end_open_runs(timeout_s: float) -> None:
+    """End all runs that are open in this process, of all threads, with 143, while the functions may continue.
 
     Args:
-        exit_code: The status that they end with.
         timeout_s: Seconds to wait at most. After that the runs are ended in their threads.
     """
+    _for_each_run(Run.end_early, timeout_s)
+
+
+def _for_each_run(action: Callable[[Run], object], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    ending = [threading.Thread(target=run.end_early, args=(exit_code,), daemon=True) for run in state.open_runs()]
-    for thread in ending:
+    acting = [threading.Thread(target=action, args=(run,), daemon=True) for run in state.open_runs()]
+    for thread in acting:
         thread.start()
-    for thread in ending:
+    for thread in acting:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-MAIN_WATCHER = register(MainThreadWatcher(end_open_runs, progress.count_row))
-_LOOP_WATCHER = register(LoopWatcher(end_open_runs, progress.count_row))
+MAIN_THREAD = register(MainThreadListener(end_open_runs, mark_open_runs, progress.count_row))
+_LOOP = register(LoopListener(end_open_runs, mark_open_runs, progress.count_row))
 _FORK_MASK = register(ForkMask())
 
 
-def start_watching(call: Call, timeout_s: float) -> None:
-    """Watch for SIGTERM during the call, if one of the watchers can do that in this thread.
+def listen_for_sigterm(call: Call, timeout_s: float) -> None:
+    """Watch for SIGTERM during the call, if one of the listeners can do that in this thread.
 
     Args:
         call: The call.
         timeout_s: Seconds that finishing its run may take.
     """
     if not call.is_simulated:
-        watchers = (MAIN_WATCHER, _LOOP_WATCHER)
-        call.watcher = next((one for one in watchers if one.start(call.tracker.package, timeout_s)), None)
+        listeners = (MAIN_THREAD, _LOOP)
+        call.listener = next((one for one in listeners if one.start(call.tracker.package, timeout_s)), None)
 
 
 def terminated_at() -> float | None:
     """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
-    return MAIN_WATCHER.terminated_at or _LOOP_WATCHER.terminated_at
+    return MAIN_THREAD.terminated_at or _LOOP.terminated_at
 
 
 def _or_terminated(exit_code: int) -> int:

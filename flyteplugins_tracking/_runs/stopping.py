@@ -75,7 +75,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 class Stopping:
-    """One function's part in the agreement, from its first `should_stop()` on. SIGTERM's watcher knows it too."""
+    """One function's part in the agreement, from its first `should_stop()` on. SIGTERM's listener knows it too."""
 
     def __init__(self, call: Call) -> None:
         """Called at the function's first `should_stop()` or `request_stop()`."""
@@ -119,8 +119,8 @@ class Stopping:
 
     def _on_commit(self, stop: Stop) -> None:
         """A SIGTERM to one rank is one to all: they end in the same way, at the same step."""
-        if stop.reason == SIGTERM and self._signalled_at is None and self._call.watcher is not None:
-            self._call.watcher.signal_self()
+        if stop.reason == SIGTERM and self._signalled_at is None and self._call.listener is not None:
+            self._call.listener.signal_self()
 
     @property
     def has_stopped(self) -> bool:
@@ -134,16 +134,16 @@ class Stopping:
         WATCH.remove(self._ranks, *filter(None, [self._time_limit]))
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
-        if self._call.watcher is not None and self._call.watcher is not runs.MAIN_WATCHER:
-            self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
+        if self._call.listener is not None and self._call.listener is not runs.MAIN_THREAD:
+            self._call.listener.postpone(None)  # the function's thread waits for the signal's effect
 
     def after_close(self) -> None:
         """Forget the function. Called when its run has been closed."""
         if _state.stopping is not self:
             return
         _state.forget()
-        if self._call.watcher is not None:
-            self._call.watcher.postpone(None)
+        if self._call.listener is not None:
+            self._call.listener.postpone(None)
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
@@ -159,10 +159,10 @@ class Stopping:
 
     def _watch_signals(self) -> None:
         call = self._call
-        if call.watcher is None and call.run is None and runs.MAIN_WATCHER.start(None, call.config.finish_timeout_s):
-            call.watcher = runs.MAIN_WATCHER  # which `_close` stops
-        if call.watcher is not None:
-            call.watcher.postpone(self)
+        if call.listener is None and call.run is None and runs.MAIN_THREAD.start(None, call.config.finish_timeout_s):
+            call.listener = runs.MAIN_THREAD  # which `_close` stops
+        if call.listener is not None:
+            call.listener.postpone(self)
         is_main = threading.current_thread() is threading.main_thread()
         # A handler of the user's stays: it may call `request_stop`.
         if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not proc.has_handler(signal.SIGUSR1):

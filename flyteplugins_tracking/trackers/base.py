@@ -34,15 +34,6 @@ class SigtermWatch(Protocol):
     def before_row(self) -> None:
         """Count a row, and install the library's handler again if the function has replaced it. Fast."""
 
-    def wait_for_user_handler(self, any_thread: bool = False) -> None:
-        """Wait until the user's handler has run, which may end the process.
-
-        A tracker calls this before it opens a run again that a signal has ended.
-
-        Args:
-            any_thread: Whether to wait in other threads than the main thread too.
-        """
-
 
 class Unwatched:
     """The `watch` of a run that is opened outside of a decorated function. It watches for no signal."""
@@ -51,9 +42,6 @@ class Unwatched:
     terminated_at: float | None = None
 
     def before_row(self) -> None:
-        """Do nothing."""
-
-    def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Do nothing."""
 
 
@@ -205,13 +193,18 @@ class Handle(Protocol):
     def finish(self, exit_code: int) -> None:
         """End the run with the function's status: 0 is success, anything else is failure. Called once, and last."""
 
+    def mark_preempting(self, timeout_s: float) -> None:  # noqa: ARG002
+        """Prepare for the end of the process: the user's handler for SIGTERM is called next, and may end it.
+
+        Tell the service, and send what can be sent within `timeout_s` seconds. Called from any thread.
+        """
+        return
+
     def end_early(self, exit_code: int) -> None:
-        """End the run early: after a SIGTERM, or if its opening call has ended before calls that use it too.
+        """End the run before its function has ended: SIGTERM has come, and SIGKILL will. Called from any thread.
 
-        The function may continue meanwhile. Called from any thread.
-
-        Calls that log afterwards must not raise. They open the run again if the service can do that. Does nothing if
-        the run has ended already.
+        The function may continue, and calls that log must not raise. Keep what they log: `finish` follows, if the
+        process lives, and sends it. Does nothing if the run has ended already.
         """
 
 

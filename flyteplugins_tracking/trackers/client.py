@@ -1,6 +1,6 @@
 """The base for trackers whose ranks each write to the run with a client of their own.
 
-A tracker implements three methods, `write`, `end` and `resume`. This module decides when they are called.
+A tracker implements two methods, `write` and `end`, and perhaps `resume`. This module decides when they are called.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import inspect
 import logging
 import secrets
 import sys
+import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
@@ -102,7 +104,11 @@ class ClientHandle(Handle):
         prefix = prefix_of(request)
         self._values = values or MetricSanitizer(title, prefix)
         self._barrier = WriterBarrier.of_ranks(request, title)
-        self._gate = Gate(title, self.id, request.watch, self.resume, one_at_a_time=True)
+        self._gate = Gate(title, self.id, one_at_a_time=True)
+        self._ended_with: int | None = None  # the status that `end` has got
+        self._late = threading.RLock()  # held while something is logged to a run that a signal has ended
+        self._waiting: deque[Callable[[], object]] = deque()  # what was logged while it ended
+        self._is_late = False  # whether something was logged since
         self._owners_keys = OwnersKeys(title, () if prefix else request.config.roles or ())
         self._next_row = NextRow()
         self._last_step: Any = None  # the last `step=` of a row
@@ -126,7 +132,7 @@ class ClientHandle(Handle):
         return limit
 
     def resume(self) -> None:
-        """Open the run again after an `end` that a signal has caused: the function has logged a row since then."""
+        """Get ready for rows after an `end` that a signal has caused. When the function ends, `end` is called again."""
 
     def log(self, data: Mapping[str, Any], step: Any = None, **kwargs: Any) -> None:
         """Log a row: the `log` of the run object. An outage of the service neither raises nor blocks.
@@ -141,7 +147,26 @@ class ClientHandle(Handle):
         row = self._values.clean(data)
         if self._next_row.waiting:
             row = {**self._next_row.take(), **row}
-        self._gate.row(lambda: self._write(row, step, kwargs))
+        self.pass_on(lambda: self._write(row, step, kwargs))
+
+    def pass_on(self, action: Callable[[], object]) -> None:
+        """Call `action`, which writes to the run, unless the function has ended."""
+        self._gate.call(action, lambda: self._act_late(action))
+
+    def _act_late(self, action: Callable[[], object]) -> None:
+        """Write to a run that a signal has ended; or when the end is over."""
+        with self._late:
+            self._waiting.append(action)
+            if self._gate.state != "ending":
+                self._act_waiting()
+
+    def _act_waiting(self) -> None:
+        with self._late:
+            if self._waiting and not self._is_late:
+                self._is_late = True
+                self.resume()
+            while self._waiting:
+                self._waiting.popleft()()
 
     def tell_end(self, exit_code: Any = None) -> None:
         """Take a call of the function's that would end the run. A failure that the first tells is the run's own.
@@ -185,18 +210,25 @@ class ClientHandle(Handle):
 
     def finish(self, exit_code: int) -> None:
         try:
-            self._gate.finish(lambda: self._end(exit_code))
+            self._gate.end(lambda: self._end(exit_code), self._end_again, is_last=True)
         finally:
             if self._barrier is not None:
                 self._barrier.depart(self.request, self._title, exit_code)
 
     def end_early(self, exit_code: int) -> None:
-        self._gate.end_early(lambda: self._end(exit_code))
+        self._gate.end(lambda: self._end(exit_code), self._act_waiting)
 
     def _end(self, exit_code: int) -> None:
         if self._next_row.waiting:  # for a next row that does not come
             self._write(self._next_row.take(), self.last_step, {})
-        self.end(exit_code or self._told_status or 0)
+        self._ended_with = exit_code or self._told_status or 0
+        self.end(self._ended_with)
+
+    def _end_again(self) -> None:
+        """Send what was logged since a signal has ended the run. Its status stays."""
+        self._act_waiting()
+        if self._is_late and self._ended_with is not None:
+            self.end(self._ended_with)
 
     def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:
         if step is not None:

@@ -121,8 +121,8 @@ class OutboxHandle(client.ClientHandle):
         return self._title
 
     def put(self, line: Line) -> None:
-        """Send a line, and keep it until then. Opens the run again if it has ended early."""
-        self._gate.row(lambda: self._outbox.put(line))
+        """Send a line, and keep it until then."""
+        self.pass_on(lambda: self._outbox.put(line))
 
     def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
         """Send a row, from within `write`. `time_s` is when it was logged, in seconds since the epoch: now if None."""
@@ -189,6 +189,10 @@ class OutboxHandle(client.ClientHandle):
 
     def resume(self) -> None:
         self._open_outbox()  # what the last one has left is an earlier attempt's for it
+
+    def mark_preempting(self, timeout_s: float) -> None:
+        if self._sink is not None:
+            self._outbox.wait(timeout_s)
 
     def unsent(self) -> Sequence[str]:
         return [self._left_in] if self._left_in is not None and os.path.isdir(self._left_in) else []

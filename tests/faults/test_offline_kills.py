@@ -111,7 +111,6 @@ def test_rows_of_a_killed_wandb_core_arrive_once(tmp_path):
             started.log_more(rows=20)
         started.signal(process.pid)
         process.communicate()
-        assert not journals_left(tmp_path)
         assert send(started).returncode == 0
         assert_each_once(started.outcome())
 

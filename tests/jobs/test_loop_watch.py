@@ -21,7 +21,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking._runs.sigterm import LoopWatcher
+from flyteplugins_tracking._runs.sigterm import LoopListener
 from flyteplugins_tracking.testing import RecordingTracker
 
 PROGRAM = jobs.PROGRAMS / "loop_signals.py"
@@ -107,7 +107,7 @@ def test_the_run_of_an_evicted_pod_ends_with_143_and_has_its_rows(tmp_path, task
 
 
 @pytest.mark.full
-def test_nothing_that_a_thread_logs_opens_the_run_again(tmp_path):
+def test_what_a_thread_logs_when_the_run_has_ended_does_not_open_it_again(tmp_path):
     with pod("loops", tmp_path) as started:
         done = started.end()
         (run,) = started.server.runs
@@ -154,17 +154,17 @@ def test_a_function_that_stops_by_itself_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("installer", ["loop", pytest.param("signal", marks=pytest.mark.full)])
-def test_a_handler_of_the_users_is_called_once_when_the_run_has_ended(tmp_path, installer):
-    """What is logged after it opens the run again."""
+def test_a_handler_of_the_users_is_called_once_and_the_run_stays_open(tmp_path, installer):
+    """What is logged after it is in the run, which ends once, with the function."""
     with script(tmp_path, "handled", installer) as started:
         done = started.end()
         (run,) = started.server.runs
         assert (done.returncode, done.output.count("told")) == (0, 1), done.output
-        assert (run.exit_codes, [row["row"] for row in run.rows]) == ([143, 143], [0, 1])
+        assert (run.exit_codes, [row["row"] for row in run.rows]) == ([143], [0, 1])
         assert run.rows_after_completion == 0
 
 
-def test_while_a_handler_unwinds_the_main_thread_nothing_opens_the_run_again(tmp_path):
+def test_a_handler_that_unwinds_the_main_thread_ends_the_run_once(tmp_path):
     with script(tmp_path, "exits") as started:
         done = started.end()
         (run,) = started.server.runs
@@ -256,7 +256,7 @@ def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(kind):
 
 
 def test_a_run_that_could_not_be_opened_puts_no_signal_off():
-    watcher = LoopWatcher(lambda *_: None)
+    watcher = LoopListener(lambda *_: None)
 
     def fail_to_open() -> bool:
         is_watched = watcher.start(None, timeout_s=1.0)

@@ -15,7 +15,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking._runs.sigterm import MainThreadWatcher
+from flyteplugins_tracking._runs.sigterm import MainThreadListener
 from flyteplugins_tracking.testing import RecordingTracker
 
 
@@ -148,7 +148,7 @@ def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
     done = trained(tmp_path, "fetched_log", log)
     assert done.returncode == 0, done.output
     assert [row["n"] for run in done.runs for row in run.rows] == list(range(500))
-    assert {run.exit_code for run in done.runs} == {143}
+    assert [run.exit_code for run in done.runs] == [143]
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_a_process_that_the_signal_would_have_ended_does_not_wait_for_its_thread
 
 @pytest.mark.parametrize("place", [pytest.param("before", marks=pytest.mark.full), "inside"])
 def test_the_signal_reaches_an_asyncio_loop(tmp_path, place):
-    """Its own handler runs when the run has ended, also where the function has set it."""
+    """Its own handler runs while the run is open, also where the function has set it."""
     done = trained(tmp_path, "asyncio_handler", place)
     assert done.returncode == 0, done.output
-    assert [run.exit_code for run in done.runs] == [143, 143]
+    assert [run.exit_code for run in done.runs] == [143]
     assert [row["x"] for run in done.runs for row in run.rows] == [1, 2]
 
 
@@ -248,10 +248,7 @@ def test_rows_after_a_survived_signal_stay_in_their_own_run(tmp_path, case, rows
         done = trained(tmp_path, "survived", case, env=server.environment)
         assert done.returncode == 0, done.output
         assert {run.id: [row["n"] for row in run.rows] for run in server.runs} == rows
-        assert {run.id: run.exit_codes[-1] for run in server.runs} == {
-            **dict.fromkeys(rows, 143),
-            "evaluation": 0,
-        }
+        assert {run.id: run.exit_codes for run in server.runs} == {**{name: [143] for name in rows}, "evaluation": [0]}
 
 
 def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
@@ -271,22 +268,22 @@ def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
 @pytest.mark.parametrize("is_reinstalled", [True, False])
 def test_a_handler_that_calls_ours_decides_how_the_function_ends(is_reinstalled, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
-    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda _: None)
+    monkeypatch.setattr(MainThreadListener, "_exit_in_the_end", lambda _: None)
     told: list[int] = []
     ended: list[int] = []
-    watch, before = MainThreadWatcher(lambda exit_code, _: ended.append(exit_code)), signal.getsignal(signal.SIGTERM)
+    listener, before = MainThreadListener(lambda _: ended.append(143)), signal.getsignal(signal.SIGTERM)
     try:
-        assert watch.start(None, timeout_s=1)
-        watch.run_opened()
+        assert listener.start(None, timeout_s=1)
+        listener.run_opened()
         chained = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
         if is_reinstalled:
-            watch.before_row()
+            listener.before_row()
         signal.raise_signal(signal.SIGTERM)  # unwinds nothing
         until = time.monotonic() + 60
         while not (told and ended) and time.monotonic() < until:
             time.sleep(0.01)
-        assert (told, ended[0], watch.terminated) == ([signal.SIGTERM], 143, True)
-        watch.stop()  # nor does this
+        assert (told, ended[0], listener.terminated) == ([signal.SIGTERM], 143, True)
+        listener.stop()  # nor does this
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -25,7 +25,7 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking._commands.send import main as send
-from flyteplugins_tracking._runs.sigterm import MainThreadWatcher
+from flyteplugins_tracking._runs.sigterm import MainThreadListener
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.journal import stored
@@ -255,7 +255,7 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
 
     codes = []
     monkeypatch.setattr(JsonlHandle, "end", lambda _, code: codes.append(code))
-    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda _: None)
+    monkeypatch.setattr(MainThreadListener, "_exit_in_the_end", lambda _: None)
 
     @tracking_init(tracker="jsonl", project="waits", id="i")
     def train():

@@ -39,11 +39,10 @@ def train(directory: Path, tracking: Mapping[str, Any] | None = None, **env: str
     return jobs.python(directory, TRAINING, json.dumps(tracking or {}), env=env)
 
 
-def runs(directory: Path, *arguments: str) -> jobs.Done:
+def runs(directory: Path, *arguments: str, **env: str) -> jobs.Done:
     """A function of `wandb_runs.py`."""
-    return jobs.python(
-        directory, RUNS, *arguments, env={"PYTHONPATH": jobs.search_path(Path(wandb_files.__file__).parent)}
-    )
+    path = jobs.search_path(Path(wandb_files.__file__).parent)
+    return jobs.python(directory, RUNS, *arguments, env={"PYTHONPATH": path, **env})
 
 
 @contextmanager
@@ -244,19 +243,26 @@ def test_a_run_that_goes_on_offline_beside_another_run_leaves_no_empty_directory
 
 
 @pytest.mark.full
-def test_a_run_that_is_reopened_offline_keeps_its_rows_and_leaves_no_empty_directory(tmp_path):
+def test_what_follows_wandb_cores_death_is_kept_if_the_server_is_gone_too_and_sent_by_the_printed_command(tmp_path):
     with WandbServer() as server:
-        process = jobs.start([sys.executable, RUNS, "reopens_offline"], tmp_path, server.environment)
+        process = jobs.start([sys.executable, RUNS, "dies_when_the_server_is_gone"], tmp_path, server.environment)
         while not any(run.rows for run in read_runs(tmp_path / "wandb")) and process.poll() is None:
             time.sleep(0.05)  # wandb-core writes a row within 0.1 s
         with server.failing(Fault.refuse()):
             (tmp_path / "refusing").touch()
             done = jobs.finish(process, tmp_path, timeout_s=120)
-    assert done.returncode == 0, done.output
-    online, offline = sorted(done.runs, key=lambda run: run.path.parent.name.startswith("offline-run-"))
-    assert (online.rows[0]["x"], offline.rows[-1]["x"], offline.exit_code) == (1, 199, 0), done.output
-    assert len([path for path in (tmp_path / "wandb").iterdir() if not path.is_symlink()]) == 2
-    assert (tmp_path / "wandb" / "latest-run").resolve(strict=True) == offline.path.parent
+        assert done.returncode == 0, done.output
+        assert sent_as_printed(done, tmp_path, server).returncode == 0
+        (run,) = server.runs
+        assert [row["x"] for row in run.rows] == list(range(1, 200)), done.output
+        assert (run.exit_codes, run.state) == ([0], "finished")
+
+
+def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jobs.Done:
+    """Run the command that a job has printed at its end."""
+    (command,) = re.findall(r"To send what W&B lacks of the rest, run: (.+)", done.output)
+    words, more = jobs.printed(command)
+    return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 
 
 @pytest.mark.parametrize("run_mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
@@ -357,12 +363,20 @@ def test_the_client_reports_no_errors_of_its_own(tmp_path):
     assert "--no-observability" in of_core
 
 
-def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path):
-    done = runs(tmp_path, "core_dies")
-    assert done.returncode == 0, done.output
-    assert "wandb-core has died" in done.output
-    assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1, 2, 3]
-    assert [run.exit_code for run in done.runs] == [None, 0]
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path, mode):
+    """What is logged then is kept, and sent when the function ends; of a run that is offline, when that is sent."""
+    with WandbServer() as server:
+        done = runs(tmp_path, "core_dies", **{**server.environment, "WANDB_MODE": mode})
+        assert done.returncode == 0, done.output
+        assert "wandb-core has died" in done.output
+        if mode == "offline":
+            assert server.runs == []
+            assert sent_as_printed(done, tmp_path, server).returncode == 0
+        (run,) = server.runs
+        assert [row["x"] for row in run.rows] == [0, 1, 2, 3], done.output
+        assert (run.exit_codes[-1], run.state) == (0, "finished")
+        assert run.summary.get("best") == (5 if mode == "online" else None)
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,9 @@ def core_dies() -> None:
                 os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
         for x in range(1, 4):
             get_run().log({"x": x})
+        get_run().summary["best"] = 5
+        assert get_run().summary["best"] == 5
+        assert get_run().summary.get("worst", 1) == 1
 
     train()
 
@@ -370,10 +373,10 @@ def loses_the_request_to_end(how: str) -> None:
             time.sleep(0.01)
 
 
-def reopens_offline() -> None:
-    """When the file `refusing` is there, wandb-core is killed and rows are logged that open the run again."""
+def dies_when_the_server_is_gone() -> None:
+    """When the file `refusing` is there, wandb-core is killed and rows are logged."""
 
-    @tracking_init(project="tests", id="reopened")
+    @tracking_init(project="tests", id="died", kill_after_s=9)
     def train() -> None:
         run = get_run()
         run.log({"x": 1})

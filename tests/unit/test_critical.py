@@ -23,7 +23,7 @@ import flyteplugins_tracking
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._runs.call import current
 from flyteplugins_tracking._runs.call import state as state_of_calls
-from flyteplugins_tracking._runs.sigterm import MainThreadWatcher, is_watched
+from flyteplugins_tracking._runs.sigterm import MainThreadListener, is_installed
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 WATCHED_FILES = (str(Path(flyteplugins_tracking.__file__).parent), contextlib.__file__, __file__)
@@ -68,7 +68,7 @@ def signalled_at(
     point: int,
     function: Callable[[], Any],
     send: Callable[[], object] = lambda: signal.raise_signal(signal.SIGTERM),
-    counts: Callable[[str], object] = lambda event: event != "c_call" and is_watched(),
+    counts: Callable[[str], object] = lambda event: event != "c_call" and is_installed(),
 ) -> tuple[bool, BaseException | None]:
     """Call `function`, and send it a SIGTERM at this point. Returns whether it has that point, and what it raised.
 
@@ -126,7 +126,7 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
 ):
     """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
     ends, ignored = [], []
-    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda watcher: ends.append(watcher))
+    monkeypatch.setattr(MainThreadListener, "_exit_in_the_end", lambda watcher: ends.append(watcher))
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: ignored.append(unraisable.exc_type))
     tracker, own = EndsRecorder(), signal.getsignal(signal.SIGTERM)
 
@@ -252,7 +252,7 @@ def test_wherever_a_signal_of_the_programs_own_comes_its_handler_runs_once_and_t
 
 def test_a_signal_in_the_callback_of_a_weak_reference_takes_effect_behind_it(monkeypatch):
     """Python ignores exceptions in these callbacks: the end of a thread could hide the signal."""
-    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda _: None)
+    monkeypatch.setattr(MainThreadListener, "_exit_in_the_end", lambda _: None)
     tracker, own = EndsRecorder(), signal.getsignal(signal.SIGTERM)
     group: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -260,7 +260,7 @@ def test_a_signal_in_the_callback_of_a_weak_reference_takes_effect_behind_it(mon
         pass
 
     def in_callback(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "_remove" and is_watched():
+        if event == "call" and frame.f_code.co_name == "_remove" and is_installed():
             sys.setprofile(None)
             signal.raise_signal(signal.SIGTERM)
 

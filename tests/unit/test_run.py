@@ -185,11 +185,10 @@ def test_the_last_call_of_a_run_closes_it_with_the_status_of_its_opener(steps, c
     threads[0].join(60)
     assert steps == [
         "open",
-        "event failure",
-        "end early 3",
         "outer has ended",
         "inner in a-run",
         "await writers 3",
+        "event failure",
         "finish 3",
     ]
     assert nothing_is_open()

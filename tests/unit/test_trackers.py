@@ -276,7 +276,7 @@ def test_a_task_opens_the_callers_run_again_once_this_process_has_closed_it(bare
     assert order == ["first opened", "first closes", "second opened"]
 
 
-def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end(bare_environment):
+def test_a_row_that_came_while_a_signal_ended_the_run_is_written_behind_its_end(bare_environment):
     tracker = Events()
 
     @tracking_init(tracker=tracker, id="i")
@@ -287,12 +287,14 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
         ending.start()
         assert handle.ends.wait(60)
         get_run().log({"late": 1})
+        assert handle.events == []
         handle.may_end.set()
         ending.join(60)
-        handle.end_early(143)  # before the launcher kills, where the function does not return
+        get_run().log({"later": 2})
         return list(handle.events)
 
-    assert train() == [143, "resume", {"late": 1}, 143]
+    assert train() == [143, "resume", {"late": 1}, {"later": 2}]
+    assert tracker.handle.events[4:] == [143]
 
 
 def test_values_for_the_next_row_are_no_row_of_their_own_until_the_run_ends(bare_environment):
@@ -354,7 +356,7 @@ def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never
     @tracking_init(tracker=tracker, id="i")
     def train():
         tracker.handle.unsent = lambda: ["unsent"]
-        end_open_runs(143, 60)
+        end_open_runs(60)
         return list(platform)
 
     assert train() == ["unsent"]

@@ -162,23 +162,6 @@ def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_ke
     run.finish()
 
 
-def test_what_is_left_offline_is_still_to_be_sent_when_the_run_is_online_again(run, tmp_path, monkeypatch):
-    """A run with several writers does not get it: `send` does that."""
-    assert outbox.NoOutbox().unkept_rows == 0
-    handle = handle_of(run)
-    paths = [tmp_path / f"{kind}-2026010{day}_000000-tail" for day, kind in enumerate(["run", "offline-run"], 1)]
-    for path in paths:
-        path.mkdir()
-    handle._abandoned = [str(path) for path in paths]
-    monkeypatch.setattr(vendor, "share_state", lambda *_: None)
-    with monkeypatch.context() as online:
-        online.setattr(type(run), "offline", False)
-        handle._adopt(run)
-    assert handle._abandoned == [str(paths[1])]
-    assert str(paths[1]) in handle.unsent()
-    handle.finish(0)
-
-
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
     monkeypatch.setattr(outbox, "rows_of", lambda *_: 1 / 0)
     begun(run)

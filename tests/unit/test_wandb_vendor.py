@@ -155,14 +155,6 @@ def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp
     assert stored == [(f"run-{number}", [number], 1) for number in range(times)]
 
 
-def test_the_state_of_a_run_that_is_opened_again_has_every_part(run, no_warning):
-    other = object.__new__(type(run))
-    vendor.share_state(other, run)
-    assert vars(other) is vars(run)
-    assert vendor.open_runs() == [other]
-    vendor.share_state(run, other)
-
-
 @needs_root
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])
 @pytest.mark.parametrize("planted", ["file", "fifo", "link", "link of ours"])
@@ -235,7 +227,7 @@ WITHOUT = {
     "set_resumed": (lambda: vendor.set_resumed(RUN, True), None),
     "set_config": (lambda: vendor.set_config(RUN, {}), None),
     "outside_sweep": (lambda: vendor.outside_sweep().__enter__(), TrackerNotInstalledError),
-    "share_state": (lambda: vendor.share_state(RUN, RUN), TrackerNotInstalledError),
+    "without_service": (lambda: vendor.without_service(RUN), TrackerNotInstalledError),
     "effective_settings": (lambda: vendor.effective_settings(RUN), TrackerNotInstalledError),
     "set_required": (lambda: vendor.set_required(wandb.Settings(), x_gone=1), TrackerNotInstalledError),
 }

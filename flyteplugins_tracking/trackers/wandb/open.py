@@ -1,4 +1,4 @@
-"""Open a W&B run, and open it again. `wandb` is imported here, on ranks that have a run."""
+"""Open a W&B run. `wandb` is imported here, on ranks that have a run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from flyteplugins_tracking.trackers.wandb.vendor import Stored
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline"
 _DEGRADED = f"{_OFFLINE} or if_unavailable='degrade'"
-# Runs are opened again at any time, by any thread. Reentrant: a signal's handler opens runs too.
-_opening = register(OwnLock())
+# Runs are opened once more at any time, by any thread. Reentrant: a signal's handler opens runs too.
+opening = register(OwnLock())
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 # wandb's own values lose rows. Times are in seconds. What the user or a variable sets takes precedence.
 _SAFER_SETTINGS = {
@@ -67,8 +67,6 @@ _LONGEST_LOG = 1 << 26
 _INIT_GRACE_S, _VIEWER_S = 0.5, 10.0
 # How long W&B may take to say how many rows a run has.
 _COUNT_S = 2.0
-# How long opening a run again after a signal may take, before it continues offline.
-_REOPENING_S = 5.0
 
 
 @contextmanager
@@ -130,7 +128,7 @@ def _ended_if_interrupted(request: RunRequest) -> AbstractContextManager[None]:
 def _open_run(request: RunRequest) -> Handle:
     if request.config.run_mode != "shared" and not request.has_other_writers:
         before = vendor.global_run()
-        return WandbHandle(open_in_this_process(request), before, request, reopen)
+        return WandbHandle(open_in_this_process(request), before, request)
     # Imported here: most decorated functions have a run of their own.
     from flyteplugins_tracking.trackers.wandb.shared import open_shared
 
@@ -216,13 +214,13 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         arguments["config"] = roles.config_beside(request, found, arguments["config"])
     left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
     viewer_s = _VIEWER_S if left_s > 2 * _VIEWER_S else 0
-    with _opening.lock, nullcontext() if viewer_s else vendor.without_viewer():
+    with opening.lock, nullcontext() if viewer_s else vendor.without_viewer():
         settings = arguments["settings"]
         left_s -= viewer_s
         # If the user's settings have a longer timeout than our argument, the difference is added.
         settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
         if place.run_id and not request.has_other_writers:
-            _await_count(request, place, directory)
+            await_count(place, directory, request.deadline)
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
@@ -271,50 +269,14 @@ def _earlier(request: RunRequest, place: outbox.Place) -> Stored | None:
     return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None
 
 
-def _await_count(request: RunRequest, place: outbox.Place, directory: Path) -> None:
-    """Wait until W&B counts the rows of an earlier attempt that has just ended here."""
+def await_count(place: outbox.Place, directory: Path, deadline: float) -> None:
+    """Wait until W&B counts the rows of a wandb-core that has just ended here. `directory` is that of all runs."""
 
     def counts() -> tuple[int, int] | None:
         stored = vendor.stored_run(place, _COUNT_S)
         return None if stored is None else (stored.rows, stored.last_step)
 
-    outbox.await_count(directory, place.run_id, counts, request.deadline - _COUNT_S)
-
-
-def reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
-    """Open a run again that has ended; offline if W&B does not answer in time.
-
-    Args:
-        request: The request with which it was opened first.
-        run: The run.
-        is_offline: Whether it shall be offline in any case.
-    """
-    request = _resuming(request, run)
-    vendor.drop_unusable_service()
-    outside = nullcontext() if run.id == forced_run_id() else vendor.outside_sweep()
-    with _ended_if_interrupted(request), _opening.lock, outside:
-        if not is_offline:
-            with suppress(TrackerUnavailableError):
-                return _init(request)
-        return _init_offline(request)
-
-
-def _resuming(request: RunRequest, run: Any) -> RunRequest:
-    """Return the request that continues `run` in its project, even if variables name another one by now."""
-    config = request.config
-    options = {k: v for k, v in config.options.items() if k not in ("resume", "resume_from", "fork_from")}
-    entity = run.entity or options.get("entity")
-    return replace(
-        request,
-        plan=replace(request.plan, run_id=run.id),
-        config=replace(
-            config,
-            project=run.project or config.project,
-            if_unavailable="degrade",
-            options={**options, "entity": entity, "reinit": "create_new"},
-        ),
-        deadline=time.monotonic() + _REOPENING_S,
-    )
+    outbox.await_count(directory, place.run_id, counts, deadline - _COUNT_S)
 
 
 def _init_offline(request: RunRequest, is_automatic: bool = False) -> Any:

@@ -472,13 +472,15 @@ class WandbOutbox:
         self._run, self._kind, self._more, self.column = run, type(run), more, more.get("column")
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
-        header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
-        self.numbers = row_numbers(header)
-        self._journal = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
+        self._header = {"place": self.place, "first_step": step, **more}
+        self.numbers = row_numbers(self._header)
+        self._begin()
         self.kept_artifacts: set[str] = set()
-        if not vendor.on_rows(run, self.put):  # `log_kept` does it
-            vars(run)[_PLAIN] = self.put
-        vendor.on_artifacts(run, self._put_artifact)
+        self._keep_from(run)
+
+    def _begin(self) -> None:
+        header = {**self._header, "step": self.next_step}
+        self._journal = Journal(self.directory, f"owner-{secrets.token_hex(3)}", header)
 
     def send(self, left: Left) -> int:
         """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
@@ -527,7 +529,8 @@ class WandbOutbox:
 
     def keep_since(self, since: int) -> None:
         """Keep a step of the run that it has before the first of its numbered rows, also of those that are sent."""
-        self._journal.describe(since=min(since, int(self._journal.header["since"])))
+        self._header["since"] = min(since, int(self._header["since"]))
+        self._journal.describe(since=self._header["since"])
 
     def keep_role_step(self, step: Any) -> None:
         """Keep the step of a role's last row, even if its rows are mixed with those of earlier attempts."""
@@ -558,7 +561,23 @@ class WandbOutbox:
 
     def end(self, exit_code: int) -> None:
         """Keep the status with which the run is ended now: it may not be sent in time."""
+        self.keep_end(exit_code)
+
+    def keep_end(self, exit_code: int) -> None:
+        """Keep the status with which the run has ended, and of what is logged after that."""
+        self._header = {**self._header, "exit_code": exit_code}
         self._journal.add(encode({"exit_code": exit_code}))
+
+    def without_service(self) -> Any:
+        """Return a copy of the run whose rows and artifacts come here only."""
+        copy = vendor.without_service(self._run)
+        self._keep_from(copy)
+        return copy
+
+    def _keep_from(self, run: Any) -> None:
+        if not vendor.on_rows(run, self.put):  # `log_kept` does it
+            vars(run)[_PLAIN] = self.put
+        vendor.on_artifacts(run, self._put_artifact)
 
     def _put_artifact(self, data: bytes) -> None:
         self._journal.add(record_of_artifact(data))
@@ -578,8 +597,9 @@ class WandbOutbox:
                 touch_own(self.directory / _FORKED)
 
     def close(self) -> None:
-        """Leave the journal to the next opening, or to `send`: the run's wandb-core has died."""
+        """Leave the journal to the next opening, or to `send`. What is logged from now on is in another one."""
         self._journal.close()
+        self._begin()
 
     def clear(self) -> None:
         """Remove the journals: the run has ended, and the service has everything."""
@@ -654,6 +674,14 @@ class NoOutbox(WandbOutbox):
 
     def __init__(self) -> None:
         self._journal, self.kept_artifacts = Journal.closed(), set()
+        self._header: dict[str, Any] = {}
+
+    def without_service(self) -> Any:
+        """Return nothing: what is logged after the run's end is lost."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def clear(self) -> None:
         """Do nothing."""

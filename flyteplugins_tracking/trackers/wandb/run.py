@@ -1,4 +1,4 @@
-"""An open W&B run. Only the decorated function's end ends it. What is logged after an early end opens it again."""
+"""An open W&B run. The decorated function's end ends it, or SIGTERM: what is logged after that is kept, and sent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,12 @@ _SETTING = ("__setitem__", "__setattr__", "update")
 _NOT_SET = object()
 # The first client with the viewer `wandb leet`.
 _FIRST_VIEWER = [0, 28]
-# How long W&B may take to say which files it has when the run is opened again, in seconds.
+# How long W&B may take to say which files it has when the run is opened once more, in seconds.
 _ASK_S = 2.0
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 # The most characters of a config's JSON that are passed to each task that a task calls.
 _MAX_CONFIG = 16_384
-# Opens a run that has ended, as another object: see `open.reopen`.
-Reopen = Callable[[RunRequest, Any, bool], Any]
 
 
 class WandbHandle(Handle):
@@ -69,18 +68,16 @@ class WandbHandle(Handle):
     is_shared = False
     prefix = ""
 
-    def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Reopen | None = None) -> None:
+    def __init__(self, run: Any, before: Any, request: RunRequest) -> None:
         """Take over the run, and make it `wandb.run`.
 
         Args:
             run: The open run.
             before: The earlier `wandb.run`.
             request: The decorator's request for this run.
-            reopen: Opens the run again.
         """
-        self.run = run
-        self.id, self._offline = run.id, bool(run.offline)
-        self._request, self._open_again = request, reopen
+        self.run, self.id = run, run.id
+        self._request = request
         self._before = None if before is run else before
         self._pid = os.getpid()
         # `wandb.init` may return a run that another function has open. That function ends it.
@@ -88,19 +85,21 @@ class WandbHandle(Handle):
         self._gate = Gate(
             "W&B",
             run.id,
-            request.watch,
-            self._reopen,
             deaths=lambda: vendor.service_gone(run, sys.exc_info()[1]),
             on_death=self._on_death,
-            hint=self._how_to_send_all,
         )
         self.warn_once = WarnOnce(logger)
-        self._timed_out = False
+        self._timed_out = False  # whether W&B may lack rows after the run's end
+        # What the function logs after the run's end, or the death of wandb-core: see `_keep`.
+        self._late_lock = threading.RLock()
+        self._late: Any = None  # a copy of the run, which logs into the journal only
+        self._has_died = False  # whether wandb-core has, and nobody has ended the run since
+        self._has_left = False  # whether W&B is to get more
+        self._ended_with: int | None = None
         self._told_status: int | None = None  # that of the function's own first `finish()`, which ends nothing
-        self._abandoned: list[str] = []  # the directories of wandb-cores that have died
-        self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
-        self._drawn: dict[str, Callable[[], Any]] = {}  # as these are, by their keys
-        # And what the function has said about the run: a wandb-core that dies may not have sent it.
+        # What the function has said about the run: a wandb-core that dies may not have sent it.
+        self._definitions: list[Callable[[Any], Any]] = []
+        self._drawn: dict[str, Callable[[Any], Any]] = {}  # definitions too, by their keys
         self._said: dict[str, dict[str, Any]] = {"config": {}, "summary": {}, "run": {}, "files": {}}
         self._next_row = NextRow()
         # The keys of the config that this attempt has not set yet, and an earlier one has.
@@ -125,9 +124,8 @@ class WandbHandle(Handle):
         return None if getattr(self.run, "disabled", False) else str(self.run.dir)
 
     def unsent(self) -> Sequence[str]:
-        is_behind = self._timed_out or self._gate.state == "lost" or bool(self.run.offline)
-        own = [str(outbox.run_directory(self.run))] if is_behind and self.files is not None else []
-        return [*self._abandoned, *own]
+        is_behind = self._timed_out or self._has_left or bool(self.run.offline)
+        return [str(outbox.run_directory(self.run))] if is_behind and self.files is not None else []
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
@@ -145,7 +143,6 @@ class WandbHandle(Handle):
             forget(self.run, keys)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
-        # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
         self._next_row.add(values)
 
     def how_to_view(self) -> str:
@@ -163,17 +160,20 @@ class WandbHandle(Handle):
         return f"{view}send it{where}: {self._command}"
 
     def finish(self, exit_code: int) -> None:
-        limit_s = self._request.config.finish_timeout_s
         try:
             if self._is_ours:
-                self._gate.finish(lambda: self._end(exit_code), limit_s)
+                self._gate.end(lambda: self._end(exit_code), lambda: self._send_left(exit_code), is_last=True)
         finally:
             self._let_go()
 
+    def mark_preempting(self, timeout_s: float) -> None:  # noqa: ARG002 wandb-core sends when it does
+        if self._request.plan.ends_run:
+            kind: Any = type(self.run).__mro__[1]
+            self._gate.call(lambda: kind.mark_preempting(self.run))
+
     def end_early(self, exit_code: int) -> None:
-        limit_s = self._request.config.finish_timeout_s
         if self._is_ours:
-            self._gate.end_early(lambda: self._end(exit_code), limit_s)
+            self._gate.end(lambda: self._end(exit_code), lambda: self._send_left(exit_code, is_last=False))
 
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
@@ -189,42 +189,52 @@ class WandbHandle(Handle):
         return None
 
     def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
-        """Log a row. If the run was ended early, open it again first."""
+        """Log a row. If the run has ended, keep it."""
         if os.getpid() != self._pid:  # W&B's client attaches a forked child to the run by itself
             self._outbox.mark_forked()
             method(self.run, data, step, commit, **kwargs)
             return
         self._request.watch.before_row()
-        if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
+        if isinstance(data, dict):
             for key in self._said["summary"].keys() & data.keys():
                 del self._said["summary"][key]  # the row's value comes later
             data = {**self._next_row.take(), **data} if self._next_row.waiting else dict(data)
 
-        def row() -> None:
-            # Now, and not before: the rows before one that was held have no steps until they are logged.
-            outbox.log_kept(method, self.run, *self._rollback.place(data, step), commit, **kwargs)
+        def row(run: Any) -> None:
+            outbox.log_kept(method, run, *self._rollback.place(data, step), commit, **kwargs)
 
-        self._gate.row(row)
+        self._gate.call(lambda: row(self.run), lambda: self._keep(row))
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call another one of the run's methods. If the run was ended early, open it again first."""
+        """Call another one of the run's methods. If the run has ended, keep what can be kept."""
         if os.getpid() != self._pid:
             return method(self.run, *args, **kwargs)
         self._request.watch.before_row()
         if method.__name__ == "define_metric":
-            self._definitions.append(lambda: method(self.run, *args, **kwargs))
-        result = self._gate.call(lambda: method(self.run, *args, **kwargs))
+            self._definitions.append(lambda run: method(run, *args, **kwargs))
+        result: Any = self._gate.call(
+            lambda: method(self.run, *args, **kwargs),
+            lambda: self._keep(lambda run: method(run, *args, **kwargs), f"{method.__name__}()"),
+        )
         if method.__name__ == "save" and isinstance(result, list):
             self._said["files"].update({os.path.relpath(path, self.run.dir): path for path in result})
         return result
 
-    def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Use a property or callback that can change the run. If the run was ended early, open it again first."""
+    def change(
+        self, accessor: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Use a property or callback that can change the run. If the run has ended, use `late`, or a copy of the run.
+
+        The run is changed then when what is kept is sent.
+        """
         if os.getpid() != self._pid:
             return accessor(self.run, *args, **kwargs)
         if accessor.__name__ in _CHANGING and args:
             self._said["run"][accessor.__name__] = args[0]
-        return self._gate.call(lambda: accessor(self.run, *args, **kwargs), while_ending=True)
+        return self._gate.call(
+            lambda: accessor(self.run, *args, **kwargs),
+            lambda: self._keep(lambda run: (late or accessor)(run, *args, **kwargs), "A change"),
+        )
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the config that changes it."""
@@ -232,12 +242,12 @@ class WandbHandle(Handle):
         def change(run: Any, *given: Any, **named: Any) -> Any:
             if self._of_earlier and method.__name__ in _SETTING and named.get("allow_val_change") is not False:
                 self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
-            # Of the run's present config: a run that is opened again has another one.
             before = dict(run.config)
-            result = method(run.config, *given, **named)
-            now = dict(run.config)
-            self._said["config"].update({key: now[key] for key in now if before.get(key, _NOT_SET) is not now[key]})
-            return result
+            try:
+                return method(run.config, *given, **named)
+            finally:  # wandb-core may have died
+                now = dict(run.config)
+                self._said["config"].update({key: now[key] for key in now if before.get(key, _NOT_SET) is not now[key]})
 
         return self.change(change, *args, **kwargs)
 
@@ -256,8 +266,14 @@ class WandbHandle(Handle):
             self._said["summary"].update(vendor.config_changes(method.__name__, *args, **kwargs))
         elif method.__name__ in ("__delitem__", "__delattr__"):
             self._said["summary"].pop(args[0], None)
-        result = self.change(lambda run, *given, **named: method(run.summary, *given, **named), *args, **kwargs)
-        return () if result is None and method.__name__ == "keys" else result
+        is_change = method.__name__ in (*_SETTING, "__delitem__", "__delattr__")
+        result = self.change(
+            lambda run, *given, **named: method(run.summary, *given, **named),
+            *args,
+            late=None if is_change else lambda _, key=None, default=None: self._said["summary"].get(key, default),
+            **kwargs,
+        )
+        return tuple(self._said["summary"]) if result is None and method.__name__ == "keys" else result
 
     @property
     def _outbox(self) -> outbox.WandbOutbox:
@@ -287,7 +303,7 @@ class WandbHandle(Handle):
     def _end(self, exit_code: int) -> None:
         limit = self._end_limit()
         upload = Upload(self.run, limit)
-        exit_code = exit_code or self._told_status or 0
+        exit_code = self._ended_with = exit_code or self._told_status or 0
         try:
             if self._next_row.waiting:  # in the summary: a row of its own would take a step
                 _update_summary(self.run, self._next_row.take())
@@ -295,13 +311,9 @@ class WandbHandle(Handle):
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
-            self._outbox.clear()
-            if (self.run.offline or self._abandoned) and not self._offline:
-                logger.warning(
-                    "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
-                    self.id,
-                    self._command,
-                )
+            with self._late_lock:
+                if not self._has_left:  # by another thread, while the run ended
+                    self._outbox.clear()
         except TimeoutError:
             self._warn_of_rest(upload, limit.why)
         except (KeyboardInterrupt, SystemExit):
@@ -309,6 +321,52 @@ class WandbHandle(Handle):
             raise
         finally:
             self._be_global()
+
+    def _keep(self, action: Callable[[Any], Any], name: str = "") -> Any:
+        """Have a run that has ended, or whose wandb-core has died, keep what the function logs now, for `_send_left`.
+
+        Args:
+            action: Logs to the run that it is given, which has no wandb-core. What it raises is dropped.
+            name: The method that it calls; empty for a row.
+        """
+        with self._late_lock:
+            try:
+                if not self._has_left:
+                    self._has_left = True
+                    text = "has ended, and its function logs on: this is kept in %s, and sent when the function ends"
+                    self._gate.warn(text % outbox.run_directory(self.run))
+                self._late = self._late or self._outbox.without_service()
+                return action(self._late)
+            except Exception:
+                self._gate.warn(f"has ended. {name or 'A row'} is lost")
+                return None
+
+    def _send_left(self, exit_code: int, is_last: bool = True) -> None:
+        """Have another wandb-core send what W&B lacks, and end the run: when the function has, or if it has died."""
+        with self._late_lock:
+            if not (self._has_left if is_last else self._has_died):
+                return
+            if self._ended_with is None:
+                self._ended_with = exit_code or self._told_status or 0
+            self._late = self._late or self._outbox.without_service()
+            self._before_send(self._ended_with)
+            self._outbox.keep_end(self._ended_with)
+            self._outbox.close()
+            self._has_left = self._has_died = False
+        # Imported here: most runs end once.
+        from flyteplugins_tracking.trackers.wandb.send import send_left
+
+        self._timed_out = self.run.offline or not send_left(self.run, self._end_limit(), self._say_again)
+        if self._timed_out:
+            logger.warning(
+                "W&B: run %s: what was set in its config and summary after its end is lost. To send what W&B lacks of "
+                "the rest, run: %s",
+                self.id,
+                self._command,
+            )
+
+    def _before_send(self, exit_code: int) -> None:
+        """Keep what is told at the end of a run."""
 
     def _end_limit(self) -> EndLimit:
         return EndLimit("W&B", self.id, self._request.config, self._request.watch)
@@ -334,64 +392,45 @@ class WandbHandle(Handle):
         self.run.finish(exit_code=exit_code)
 
     def _on_death(self, error: BaseException) -> None:
-        """Leave the run's rows to the next wandb-core. This one may have been killed for its memory.
+        """Keep the run's rows for another wandb-core. This one may have been killed for its memory.
 
         `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
         """
         was_torn_down = vendor.was_torn_down(self.run, self._request.config.finish_timeout_s / 2)
-        if not was_torn_down:
-            text = "wandb-core has died (%s). A new one continues run %s, and sends the rest from %s"
-            logger.warning(text, type(error).__name__, self.id, str(outbox.run_directory(self.run)))
-        if self._offline or not was_torn_down:
-            self._abandoned.append(str(outbox.run_directory(self.run)))
-        self._outbox.close()
+        logger.warning(
+            "%s. What run %s logs is kept in %s from now on%s",
+            "wandb.teardown() was called" if was_torn_down else f"wandb-core has died ({type(error).__name__})",
+            self.id,
+            outbox.run_directory(self.run),
+            "" if self.run.offline else ", and sent when the function ends",
+        )
+        self._has_died = self._has_left = True
         vendor.set_finished(self.run)
-
-    def _reopen(self) -> bool | None:
-        """Open the run again, in the object that the function holds."""
-        assert self._open_again is not None
-        self._adopt(self._open_again(self._request, self.run, self._offline or self._timed_out))
-        return None
-
-    def _adopt(self, reopened: Any) -> None:
-        """Continue with the state of `reopened` in the object that the function holds."""
-        if reopened.id != self.id:
-            raise RuntimeError(f"W&B opened run {reopened.id} instead of run {self.id}")
-        vendor.share_state(self.run, reopened)
-        vars(self.run)[HANDLE] = self
-        guard_values(self.run)
         self._be_global()
-        for define in (*self._definitions, *self._drawn.values()):
-            define()
-        self._say_again()
-        if not self.run.offline:
-            # The new wandb-core sends what the old one had not, but of several writers not what was logged offline.
-            offline = (path for path in map(Path, self._abandoned) if outbox.is_offline(path))
-            self._abandoned = [str(path) for path in offline if not outbox.is_synced(path)]
 
-    def _say_again(self) -> None:
-        """Have the run have what the function has said about it, and the files that it has saved."""
-        said = self._said
-        kind: Any = type(self.run).__mro__[1]
+    def _say_again(self, run: Any) -> None:
+        """Have a run, opened once more, have what the function has said about it, and the files that it has saved."""
+        said, kind = self._said, type(run)
+        if self._next_row.waiting:
+            said["summary"].update(self._next_row.take())
         try:
+            for define in (*self._definitions, *self._drawn.values()):
+                define(run)
             for name, value in said["run"].items():
-                setattr(self.run, name, value)
+                setattr(run, name, value)
             if said["config"]:
-                update_config(self.run, said["config"])
+                update_config(run, said["config"])
             if said["summary"]:
-                _update_summary(self.run, said["summary"])
-            if said["files"] and not self.run.offline:
-                found = vendor.stored_run(outbox.Place.of(self.run), _ASK_S)
+                _update_summary(run, said["summary"])
+            if said["files"]:
+                found = vendor.stored_run(outbox.Place.of(run), _ASK_S)
                 for name in list(said["files"]) if found is None else found.lacks(list(said["files"])):
                     path = Path(said["files"][name])
                     folder = str(path.parents[len(Path(name).parts) - 1])
-                    kind.save(self.run, glob.escape(str(path)), base_path=folder, policy="now")
+                    kind.save(run, glob.escape(str(path)), base_path=folder, policy="now")
         except Exception:
-            text = "W&B: run %s is open again, and may lack config, summary or files that were set or saved before"
+            text = "W&B: run %s may lack config, summary or files that were set or saved before"
             logger.warning(text, self.id, exc_info=True)
-
-    def _how_to_send_all(self) -> str:
-        return f"To send what it has, run: {self._command}"
 
     @property
     def _command(self) -> str:
@@ -409,8 +448,8 @@ class WandbHandle(Handle):
         """Have W&B draw a key over a column. Rows without a value of the column get none."""
         kind: Any = type(self.run).__mro__[1]
         if key not in self._drawn and "*" not in key:
-            self._drawn[key] = lambda: kind.define_metric(self.run, key, step_metric=column, step_sync=False)
-            self._drawn[key]()
+            self._drawn[key] = lambda run: kind.define_metric(run, key, step_metric=column, step_sync=False)
+            self._drawn[key](self._late or self.run)
 
     def known_step(self) -> int | None:
         """The step of the run's current row; None if other processes log into the run too."""

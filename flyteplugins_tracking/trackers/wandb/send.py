@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import OWNER
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
-from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, forced_run_id, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
+from flyteplugins_tracking.trackers.wandb.ending import Upload
+from flyteplugins_tracking.trackers.wandb.open import await_count, opening
 from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox, attempt_at
 from flyteplugins_tracking.trackers.wandb.run import forget
 
@@ -48,6 +51,10 @@ _LONGEST_STATE = 4096
 # The command `wandb`. Unlike `python -m wandb`, it does not look for its module in the working directory.
 _WANDB = "import runpy, sys; del sys.path[0]; runpy.run_module('wandb', run_name='__main__', alter_sys=True)"
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
+# The errors of a wandb-core that dies while it starts.
+_OF_SERVICE = "wandb.sdk.lib.service"
+# How long a run may take to end whose sending has failed, in seconds.
+_CUT_S = 1.0
 
 
 def is_run_directory(directory: Path) -> bool:
@@ -123,6 +130,80 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
         text = _send_rows(place, _with_online(own), directory, described)
     require_all_sent(directory)
     return text
+
+
+class _Close:
+    """The close of a run in the process that has logged it: how long it may take, and what is said with it.
+
+    Attributes:
+        run: The run as it is opened to send what is left; None before that.
+        say_again: Called with that run, behind the rows.
+    """
+
+    def __init__(self, limit: EndLimit, say_again: Callable[[Any], object]) -> None:
+        self.run: Any = None
+        self.limit, self.say_again = limit, say_again
+        self._upload: Upload | None = None
+
+    def lasts(self) -> bool:
+        """Whether there is time left."""
+        return self.limit.lasts() if self._upload is None else self._upload.lasts()
+
+    def opened(self, run: Any) -> None:
+        """Take note of the run."""
+        self.run, self._upload = run, Upload(run, self.limit)
+
+
+def send_left(run: Any, limit: EndLimit, say_again: Callable[[Any], object]) -> bool:
+    """Have another wandb-core send what this process has kept of its run, and end it with the status in its journal.
+
+    Args:
+        run: The run, which has ended, or whose wandb-core has died.
+        limit: How long that may take.
+        say_again: Called with the run as it is opened once more, behind the rows.
+
+    Returns:
+        Whether W&B has everything.
+    """
+    directory, place, close = outbox.run_directory(run), Place.of(run), _Close(limit, say_again)
+
+    def send_all() -> None:
+        with nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
+            while not _send_in_process(directory, place, close):
+                logger.warning("W&B: wandb-core has died while it sent what is left of run %s", run.id)
+
+    is_done = False
+    try:
+        vendor.finish_while(close.lasts, run, send_all)
+        is_done = True
+    except TimeoutError:
+        logger.warning("W&B: run %s was not sent completely: %s", run.id, limit.why)
+    except Exception:  # tracker errors must not change the training's outcome
+        logger.warning("W&B: run %s was not sent completely", run.id, exc_info=True)
+    finally:
+        if not is_done and close.run is not None:
+            vendor.set_finished(close.run)
+            vendor.restart_service(_CUT_S)
+    return is_done
+
+
+def _send_in_process(directory: Path, place: Place, close: _Close) -> bool:
+    """Send what is left of a run once. Returns False if wandb-core has died meanwhile."""
+    vendor.drop_unusable_service()
+    attempt = attempt_at(directory)
+    own = Left(place, directory.parent, lambda other: other.directory == directory)
+    try:
+        if (column := roles.column_in(attempt)) is not None:
+            _Numbered(place, own, column, None, close).send(())
+        else:
+            await_count(place, directory.parent, close.limit.until)
+            _send_rows(place, _with_online(own), directory, None, close)
+    except Exception as error:
+        if isinstance(error, vendor.service_gone(close.run, error)) or type(error).__module__.startswith(_OF_SERVICE):
+            time.sleep(_POLL_S)
+            return False
+        raise
+    return True
 
 
 def _with_online(own: Left) -> Left:
@@ -221,7 +302,7 @@ def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | Non
     return False
 
 
-def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str:
+def _send_rows(place: Place, left: Left, directory: Path, described: Any, close: _Close | None = None) -> str:
     """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
@@ -230,13 +311,15 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
     # A run that nobody has ended may be continued by a job elsewhere.
     is_ended = found is not None and (found.state != "running" or exit_code is None)
     text = f"W&B has all of {directory}: run {place.run_id}"
-    if found is None or not is_ended or files or any(True for _ in left.rows(found.last_step + 1)):
+    if close or found is None or not is_ended or files or any(True for _ in left.rows(found.last_step + 1)):
         if exit_code is None:
             exit_code = 1 if found is None else _STATES.get(found.state, 1)
         own = directory.with_name(f"run-{time.strftime('%Y%m%d_%H%M%S')}-{place.run_id}")
         is_new = found is None and described is not None
-        with _opened(place, datastore.arguments_of(described) if is_new else {}, exit_code) as run:
+        arguments = datastore.arguments_of(described) if is_new else {}
+        with ExitStack() as undo, _opened(place, arguments, exit_code, close=close) as run:
             box = WandbOutbox(run, own, has_one_writer=True, step_metric=left.step_metric, exit_code=exit_code)
+            undo.callback(box.close)  # one that is open is not read
             files.send(run)
             count = box.send(left)
         box.clear()
@@ -313,7 +396,7 @@ class _Files:
 class _Numbered:
     """Sends a directory of a run with several writers, which may write to it meanwhile. It is sent as one of them."""
 
-    def __init__(self, place: Place, left: Left, column: str, described: Any) -> None:
+    def __init__(self, place: Place, left: Left, column: str, described: Any, close: _Close | None = None) -> None:
         """Look at what W&B has of the run.
 
         Args:
@@ -321,8 +404,9 @@ class _Numbered:
             left: The directory.
             column: The column with the numbers of its rows.
             described: The record with which the run was opened, if there is one.
+            close: The close of the run, in the process that has logged it.
         """
-        (self._attempt,) = left.attempts
+        (self._attempt,), self._close = left.attempts, close
         self._directory, self._label = self._attempt.directory, _label_in(self._attempt.directory)
         self._place, self._left, self._column, self._described = place, left, column, described
         self._role, self._rows, self._files = roles.role_of(column), roles.NumberedRows(left, column), _Files(left)
@@ -389,7 +473,7 @@ class _Numbered:
         self._found = found = vendor.stored_run(self._place)
         self._files.ask(found)
         is_open = found is None or (self._exit_code is not None and found.state == "running")
-        if not is_open and not self._files and not any(True for _ in self._lacking()):
+        if not (is_open or self._close or self._files or any(True for _ in self._lacking())):
             return
         is_new = found is None and self._described is not None
         arguments = datastore.arguments_of(self._described) if is_new else {}
@@ -408,7 +492,7 @@ class _Numbered:
 
     def _opened(self, arguments: Mapping[str, Any], *, ends_run: bool) -> AbstractContextManager[Any]:
         shared = roles.shared_settings(self._role, ends_run=ends_run and self._exit_code is not None)
-        return _opened(self._place, arguments, self._exit_code or 0, shared, self._directory)
+        return _opened(self._place, arguments, self._exit_code or 0, shared, self._directory, self._close)
 
     def _lacking(self) -> Iterator[Row]:
         """Yield the rows that W&B lacks."""
@@ -437,21 +521,28 @@ def _opened(
     exit_code: int,
     shared: Mapping[str, Any] | None = None,
     parent: Path | None = None,
+    close: _Close | None = None,
 ) -> Iterator[Any]:
     """Open the run for the body, and end it with this status. The client's files are below `parent` meanwhile."""
-    import wandb
-
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        run = vendor.open_to_send(place, described, folder, shared)
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as folder:
+        # With its host, as a run that goes on there has it: the service shows it as running until it is ended.
+        here = {} if close is None else {"init_timeout": max(1.0, close.limit.left_s), "x_disable_machine_info": False}
+        before = vendor.open_runs()
+        with opening.lock:
+            run = vendor.open_to_send(place, described, folder, shared, **here)
         try:
+            if close is not None:
+                close.opened(run)
             yield run
+            if close is not None:
+                close.say_again(run)
             if exit_code == 0 and shared is None:
                 forget(run, FAILURE_KEYS)
             if exit_code == TERMINATED:
                 run.mark_preempting()
             run.finish(exit_code=exit_code)
         except BaseException:
-            wandb.teardown(1)
+            vendor.end_interrupted(place.run_id, before, 1, _CUT_S)
             raise
 
 

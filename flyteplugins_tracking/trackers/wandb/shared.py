@@ -19,11 +19,11 @@ from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import prefix_of, run_config
+from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.rows import OwnersKeys, RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
-from flyteplugins_tracking.trackers.wandb.open import open_in_this_process, reopen
+from flyteplugins_tracking.trackers.wandb.open import open_in_this_process
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, update_config
 
 
@@ -64,7 +64,7 @@ class SharedHandle(WandbHandle):
         self._run_log, self._run_define = type(run).log, type(run).define_metric
         self._barrier = barrier
         self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
-        super().__init__(run, before, request, reopen)
+        super().__init__(run, before, request)
         self._show_primarys_config()
         self._show_own_config()
         if request.config.has_roles and request.plan.primary and self.files is not None:
@@ -98,7 +98,7 @@ class SharedHandle(WandbHandle):
         """Log a row of this library's, also while the run ends. Returns its number."""
         waiting = self._next_row.take() if self._request.plan.role else {}
         row = self._numbered({**waiting, **row})
-        outbox.log_kept(self._run_log, self.run, row, None, True)
+        outbox.log_kept(self._run_log, self._late or self.run, row, None, True)
         return int(row[str(self._outbox.column)])
 
     def _numbered(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,9 +238,6 @@ class SharedHandle(WandbHandle):
         if self._writer is not None and not self._timed_out:
             self._writer.after_end(exit_code)
 
-    def _adopt(self, reopened: Any) -> None:
-        super()._adopt(reopened)
-        self._show_primarys_config()
-        self._show_own_config()
+    def _before_send(self, exit_code: int) -> None:
         if self._writer is not None:
-            self._writer.opened()
+            self._writer.tell(status_of(exit_code), {"exit_code": exit_code})

@@ -9,6 +9,7 @@ how they end, and which rows arrive, does not depend on any but the first two.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -483,15 +484,24 @@ def set_finished(run: Any) -> None:
         _forget(run)
 
 
-def share_state(run: Any, other: Any) -> None:
-    """Give `run` the state of another run object, and its place among wandb's runs.
+def without_service(run: Any) -> Any:
+    """Return a copy of a run that has ended, whose calls reach no wandb-core. What they log can be kept: see `on_rows`.
 
-    Required to log after an early end of the run.
+    Required to keep what is logged after the end.
     """
-    with _required("opening a run again after a signal"):
-        _forget(other)
-        run.__dict__ = other.__dict__
-        session()._active_runs.append(run)
+    with _required("logging to a run that has ended"):
+        kind: Any = type(run).__mro__[1]
+        late, interface = kind.__new__(kind), copy.copy(interface_of(run))
+        vars(late).update(vars(run), _is_finished=False)
+        interface._publish = interface._deliver = lambda *_, **__: None
+        if hasattr(run, "_interface"):
+            late._interface = interface
+        else:
+            late._backend = copy.copy(run._backend)
+            late._backend.interface = interface
+        run.config._set_callback(late._config_callback)
+        run.summary._set_update_callback(late._summary_update_callback)
+    return late
 
 
 def set_resumed(run: Any, is_retry: bool) -> None:
@@ -744,7 +754,7 @@ def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
 
 
 def open_to_send(
-    place: Any, described: Mapping[str, Any], directory: str, shared: Mapping[str, Any] | None = None
+    place: Any, described: Mapping[str, Any], directory: str, shared: Mapping[str, Any] | None = None, **more: Any
 ) -> Any:
     """Open a run to send what another process has left of it. Does not change what the service knows of it.
 
@@ -753,16 +763,19 @@ def open_to_send(
         described: Arguments of `wandb.init`, for a service that does not have the run.
         directory: Where wandb keeps its files meanwhile.
         shared: The settings of W&B's shared mode, if the run has several writers.
+        more: Other settings.
     """
     names = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
     server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
-    settings = new_settings(base_url=server, console="off", api_key=keys.get(place.server), **quiet, **(shared or {}))
+    given = {**quiet, **(shared or {}), **more}
+    settings = new_settings(base_url=server, console="off", api_key=keys.get(place.server), **given)
     with without_error_reports():
         run = init(
             id=place.run_id,
             project=place.project or None,
             entity=place.entity or None,
             resume="allow",
+            reinit="create_new",  # beside other runs of this process
             mode="online" if shared is None else "shared",
             dir=directory,
             settings=settings,
