@@ -9,8 +9,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
+from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.outbox import how_to_send
@@ -103,8 +104,19 @@ def open_run(request: RunRequest) -> Handle:
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
     _warn_of_open_run(request)
-    with _ended_if_interrupted(request):
-        return _open_run(request)
+    before = vendor.global_run()
+    end = functools.partial(vendor.end_interrupted, request.plan.run_id, vendor.open_runs())
+    with client.ended_if_interrupted(request, end):
+        if request.config.run_mode != "shared" and not request.has_other_writers:
+            return WandbHandle(_open_here(request), before, request)
+        # Imported here: most decorated functions have a run of their own.
+        from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
+
+        barrier = WriterBarrier.of_ranks(request, "W&B")
+        run = _open_here(request)
+        if request.has_other_writers:
+            vendor.set_resumed(run, request.is_retry if barrier is None else barrier.is_retry)
+        return SharedHandle(run, before, request, barrier)
 
 
 def _warn_of_open_run(request: RunRequest) -> None:
@@ -120,23 +132,8 @@ def _warn_of_open_run(request: RunRequest) -> None:
         )
 
 
-def _ended_if_interrupted(request: RunRequest) -> AbstractContextManager[None]:
-    end = functools.partial(vendor.end_interrupted, request.plan.run_id, vendor.open_runs())
-    return client.ended_if_interrupted(request, end)
-
-
-def _open_run(request: RunRequest) -> Handle:
-    if request.config.run_mode != "shared" and not request.has_other_writers:
-        before = vendor.global_run()
-        return WandbHandle(open_in_this_process(request), before, request)
-    # Imported here: most decorated functions have a run of their own.
-    from flyteplugins_tracking.trackers.wandb.shared import open_shared
-
-    return open_shared(request)
-
-
-def open_in_this_process(request: RunRequest) -> Any:
-    """Open the run in this process.
+def _open_here(request: RunRequest) -> Any:
+    """Open the run with W&B's client, in this process.
 
     Raises:
         TrackerUnavailableError: It cannot be opened, and not be logged offline: see `degrades`.
@@ -150,25 +147,18 @@ def open_in_this_process(request: RunRequest) -> Any:
         if not client.degrades(request, unavailable):
             # wandb-core keeps the run's id, and would refuse it when the user tries again.
             vendor.restart_service()
-        run = open_degraded(request, unavailable)
+            raise
+        run = _init_offline(request, is_automatic=True)
+        logger.warning(
+            "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
+            "available, run: %s",
+            unavailable.reason,
+            outbox.run_directory(run),
+            client.LOST_WITH_POD if _dies_with_pod(request) else "",
+            how_to_send(outbox.directory_to_send(request, run)),
+        )
     if isinstance(request.config.config, str) and request.plan.primary:
         run.config.update(client.run_config(request), allow_val_change=True)
-    return run
-
-
-def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
-    """Open the run offline because of this error, or raise it."""
-    if not client.degrades(request, unavailable):
-        raise unavailable
-    run = _init_offline(request, is_automatic=True)
-    logger.warning(
-        "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
-        "available, run: %s",
-        unavailable.reason,
-        outbox.run_directory(run),
-        client.LOST_WITH_POD if _dies_with_pod(request) else "",
-        how_to_send(outbox.directory_to_send(request, run)),
-    )
     return run
 
 
@@ -224,8 +214,9 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
-        known = found or _earlier(request, place)
-        run = _init_client(request, arguments, directory, viewer_s + settings.init_timeout + _INIT_GRACE_S)
+        known, limit_s = found or _earlier(request, place), viewer_s + settings.init_timeout + _INIT_GRACE_S
+        with _removed_if_away(request, directory, place.run_id), vendor.opening_within(limit_s):
+            run = vendor.init(**arguments)
         outbox.open_outbox(request, run, found=found)
         if known is not None:
             after = {key: run.config.get(key) for key in arguments.get("config") or ()}
@@ -236,25 +227,22 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         return run
 
 
-def _init_client(request: RunRequest, arguments: dict[str, Any], directory: Path, limit_s: float) -> Any:
+@contextmanager
+def _removed_if_away(request: RunRequest, directory: Path, run_id: str) -> Iterator[None]:
+    """Remove the directory that a `wandb.init` has made, if it fails and the run goes on in another one."""
     before = set(directory.glob("run-*"))
     try:
-        with vendor.opening_within(limit_s):
-            return vendor.init(**arguments)
+        yield
     except BaseException as error:
-        if request.config.if_unavailable == "degrade" and vendor.is_outage(error):
-            _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
+        if request.config.if_unavailable != "degrade" or not vendor.is_outage(error):
+            raise
+        # Other processes may open runs here too. A log has the id of the process before the place in the code.
+        mark = f":{os.getpid()} [".encode()
+        for path in set(directory.glob(f"run-*-{run_id}*")) - before:
+            with suppress(OSError):
+                if mark in read_own(path / "logs" / "debug.log", _LONGEST_LOG):
+                    shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _remove_own(directories: Iterable[Path]) -> None:
-    """Remove those that this process has made, by a `wandb.init` that has failed: the run goes on in another one."""
-    # Other processes may open runs here too. A log has the id of the process before the place in the code.
-    mark = f":{os.getpid()} [".encode()
-    for path in directories:
-        with suppress(OSError):
-            if mark in read_own(path / "logs" / "debug.log", _LONGEST_LOG):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _place(arguments: Mapping[str, Any], settings: Any) -> outbox.Place:

@@ -18,27 +18,12 @@ from typing import Any
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
-from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.rows import OwnersKeys, RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
-from flyteplugins_tracking.trackers.wandb.open import open_in_this_process
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, update_config
-
-
-def open_shared(request: RunRequest) -> Handle:
-    """Open the run with a client of this rank's own.
-
-    Raises:
-        TrackerUnavailableError: The run cannot be opened.
-    """
-    before = vendor.global_run()
-    barrier = WriterBarrier.of_ranks(request, "W&B")
-    run = open_in_this_process(request)
-    if request.has_other_writers:
-        vendor.set_resumed(run, request.is_retry if barrier is None else barrier.is_retry)
-    return SharedHandle(run, before, request, barrier)
 
 
 class SharedHandle(WandbHandle):
