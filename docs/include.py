@@ -106,8 +106,8 @@ def _versions() -> str:
 def _supported() -> str:
     """The versions in one sentence."""
     named = ", ".join(f"{title} {allowed}" for title, _, allowed, _ in _packages())
-    more = "[Which versions work](docs/start.md#which-versions-work) says what older ones lack."
-    return textwrap.fill(f"Supported: {named}. {more}", 120, break_on_hyphens=False, break_long_words=False)
+    more = "[Which versions work](docs/start.md#which-versions-work) says which were tested, and what older ones lack."
+    return textwrap.fill(f"Allowed: {named}. {more}", 120, break_on_hyphens=False, break_long_words=False)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
