@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The variable that turns all trackers off, and its value.
+MODE, OFF = "FLYTE_TRACKING_MODE", "disabled"
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
 # How much later than one of its processes this one may get a SIGTERM that is sent to all of them.
@@ -69,6 +71,18 @@ class Doubles(NamedTuple):
 
     tracker: Callable[[Tracker], Tracker]
     context: Callable[[ExecutionContext], ExecutionContext]
+
+
+def _is_off() -> bool:
+    """Whether the user has turned all trackers off.
+
+    Raises:
+        ConfigError: The variable has another value.
+    """
+    mode = os.environ.get(MODE, "")
+    if mode not in ("", OFF):
+        raise ConfigError(f"{MODE}={mode!r} is not known: set it to {OFF!r}, or unset it")
+    return mode == OFF
 
 
 class Call(PerProcess):
@@ -258,7 +272,13 @@ class Call(PerProcess):
         else:
             joins = not is_distributed and run_mode != "new" and self.config.roles is None
         parent_run = self.context.parents.get(name) if joins else None
-        if parent_run is None and self._has_workers is False and self.info is None and run_mode == "shared":
+        if (
+            parent_run is None
+            and not _is_off()
+            and self._has_workers is False
+            and self.info is None
+            and run_mode == "shared"
+        ):
             raise ConfigError(
                 "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
                 f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
@@ -267,6 +287,9 @@ class Call(PerProcess):
 
     def _open_run(self, undo: ExitStack) -> None:
         config = self.config
+        if _is_off():
+            logger.debug("%s: no rank has a run, by %s", self.tracker.name, MODE)
+            return
         # A rank without a run needs no id: agreeing on one would cost imports and time.
         if not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
             logger.debug("%s: this rank has no run", self.tracker.name)

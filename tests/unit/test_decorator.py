@@ -23,6 +23,7 @@ from flyteplugins_tracking import (
     get_run,
     override_distributed_info,
     tracking_init,
+    tracking_run,
 )
 from flyteplugins_tracking.testing import RecordingTracker
 
@@ -341,3 +342,21 @@ def test_a_generator_that_has_started_is_a_value_like_any_other(recorder):
 
     assert list(train()) == [1, 2]
     assert [run.exit_codes for run in recorder] == [(0,)]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "pluto", "mlflow", "trackio"])
+def test_a_variable_turns_each_tracker_off_on_all_ranks(bare_environment, tracker):
+    bare_environment.setenv("FLYTE_TRACKING_MODE", "disabled")
+    for place in ({}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}):
+        for name, value in place.items():
+            bare_environment.setenv(name, value)
+        for run_mode in ("auto", "shared", "new"):
+            assert tracking_init(tracker=tracker, project="p", run_mode=run_mode)(get_run)() is None
+    with tracking_run(tracker=tracker, project="p") as run:
+        assert run is None
+
+
+def test_another_value_of_that_variable_is_refused(recorder, bare_environment):
+    bare_environment.setenv("FLYTE_TRACKING_MODE", "off")
+    with pytest.raises(ConfigError, match="FLYTE_TRACKING_MODE='off' is not known: set it to 'disabled'"):
+        tracking_init(project="p")(get_run)()
