@@ -44,8 +44,9 @@ _GRACE_S = 1.0
 _GRACE_POLL_S = 0.05
 # How many old notices are read at first, and new ones in all. The board may have those of earlier attempts.
 _MOST_NOTICES = 1000
-# How long the store may take to be read. A launcher ends a process 30 s after its SIGTERM.
-_READ_S = 3.0
+# How long the store may take to be read; and after a SIGTERM, for which a loop with `should_stop()` has waited: the
+# process has 4 s left then.
+_READ_S, _READ_LATE_S = 3.0, 1.0
 # How long the store may take to get a notice: a rank that fails early may have to import torch for it.
 _SEND_S = 10.0
 # How long a rank that fails waits until a rank of another node has read its notice.
@@ -174,11 +175,11 @@ class _Notices(Duty):
         self._starts: dict[bool, int] = {}
         self._found: dict[bool, dict[int, Failure | None]] = {False: {}, True: {}}
 
-    def read(self) -> list[Failure]:
-        """Return the failures of all notices, as far as the store answers in time."""
+    def read(self, limit_s: float) -> list[Failure]:
+        """Return the failures of all notices, as far as the store answers in so many seconds."""
         if self._info.launcher != "torchelastic" or is_torch_loaded():
             # Importing torch takes seconds, which a process that is being terminated may not have.
-            run_with_timeout(_READ_S, self._read_all)
+            run_with_timeout(limit_s, self._read_all)
         found = [notice for of_topic in self._found.values() for notice in list(of_topic.values())]
         notices = [notice for notice in found if notice is not None and abs(notice.exit_code) < _LARGEST_CODE]
         withdrawn = {(notice.rank, notice.failed_at) for notice in notices if not notice.exit_code}
@@ -312,14 +313,16 @@ class FailureReader:
         is_preempted = terminated_at is not None and all(failure.rank == self._info.rank for failure in failures)
         return None if cause is None or (cause.is_secondary and is_preempted) else Verdict(cause, len(failures) - 1)
 
-    def _announced(self, info: DistributedInfo) -> list[Failure]:
-        return [*([] if self._notices is None else self._notices.read()), *_read_error_files(info, os.environ)]
+    def _announced(self, info: DistributedInfo, limit_s: float = _READ_S) -> list[Failure]:
+        notices = [] if self._notices is None else self._notices.read(limit_s)
+        return [*notices, *_read_error_files(info, os.environ)]
 
     def _failures(
         self, info: DistributedInfo, own: Failure | None, terminated_at: float | None, has_succeeded: bool
     ) -> list[Failure]:
         """Return the first failure of each rank, in their order."""
-        failures = [failure for failure in self._announced(info) if not _is_after_sigterm(failure, terminated_at)]
+        announced = self._announced(info, _READ_S if terminated_at is None else _READ_LATE_S)
+        failures = [failure for failure in announced if not _is_after_sigterm(failure, terminated_at)]
         failures += [] if own is None else [own]
         if self._siblings is not None:
             # Of a rank that has returned, or may have, the caller has handled the exception.
