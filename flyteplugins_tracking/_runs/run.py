@@ -487,7 +487,7 @@ _FORK_MASK = register(ForkMask())
 
 
 def listen_for_sigterm(call: Call, timeout_s: float) -> None:
-    """Watch for SIGTERM during the call, if one of the listeners can do that in this thread.
+    """Listen for SIGTERM during the call, if one of the listeners can do that in this thread.
 
     Args:
         call: The call.
