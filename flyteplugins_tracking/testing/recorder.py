@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 from unittest.mock import MagicMock
 
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, run_config, status_of
@@ -18,7 +19,7 @@ from flyteplugins_tracking.trackers.client import Run as ClientRun
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, RowBuffer
 
-Status = Literal["running", "finished", "failed", "killed"]
+Status = Literal["running", "finished", "failed", "killed", "preempted"]
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,13 @@ class RecordedRun:
 
     @property
     def status(self) -> Status:
-        """Its status by exit code: "finished" for 0, "killed" for 130 (Ctrl-C) and 143 (SIGTERM), else "failed"."""
-        names: dict[int | None, Status] = {None: "running", 0: "finished", 130: "killed", 143: "killed"}
+        """Its status by exit code, as its tracker shows it: "finished" for 0, else "failed".
+
+        After SIGTERM (143) W&B shows "preempted", and another tracker "killed"; after Ctrl-C (130) W&B shows "failed",
+        and another tracker "killed".
+        """
+        names: dict[int | None, Status] = {None: "running", 0: "finished"}
+        names |= {TERMINATED: "preempted"} if self.tracker == "wandb" else {INTERRUPTED: "killed", TERMINATED: "killed"}
         return names.get(self.exit_code, "failed")
 
     def logged(self, key: str, rank: int | None = None) -> tuple[Any, ...]:

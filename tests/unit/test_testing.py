@@ -240,8 +240,8 @@ def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
         (ValueError("lost"), 1, "failed"),
         (SystemExit(3), 3, "failed"),
         (SystemExit(), 0, "finished"),
-        (SystemExit(143), 143, "killed"),
-        (KeyboardInterrupt(), 130, "killed"),
+        (SystemExit(143), 143, "preempted"),
+        (KeyboardInterrupt(), 130, "failed"),
     ],
 )
 @pytest.mark.parametrize("threads", [True, False])
@@ -258,6 +258,13 @@ def test_a_failing_rank_ends_its_run_as_its_process_would(error, exit_code, stat
             _ = job.returned
     else:
         assert job.returned == (0, 1, 2, None, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(("tracker", "statuses"), [("wandb", ["failed", "preempted"]), ("mlflow", ["killed"] * 2)])
+def test_a_run_that_was_stopped_has_the_status_that_its_tracker_shows(tracker, statuses):
+    failing = {0: KeyboardInterrupt(), 1: SystemExit(143)}
+    job = simulate(tracked(run_mode="new", tracker=tracker), num_workers=1, nproc_per_node=2, failing=failing)
+    assert [run.status for run in job.runs] == statuses
 
 
 def test_a_restart_goes_on_with_the_run_until_none_fails():
