@@ -58,7 +58,7 @@ ROWS = (
         "a rank that logs nothing, a plain function, torch imported, against",
     ),
     Row(
-        "The same in a worker of a Flyte 2 task",
+        "The same in a process of a Flyte 2 task",
         lambda: _more("inert_rank", "cpu_ms", f"{_WORKER}, ours", f"{_WORKER}, undecorated", "ms of CPU"),
         "a rank that logs nothing, in a worker of a Flyte 2 task, torch imported, over",
     ),

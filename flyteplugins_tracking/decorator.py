@@ -99,12 +99,14 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         notes: The run's notes.
         config: The run's config: a mapping, a dataclass, a namespace, or anything like these, such as a Hydra config;
             or, for W&B, the path of a file. Values that JSON cannot hold are shown as text.
-        secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker.
+        secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read on the ranks that
+            open a run.
         if_unavailable: What happens if the service is away at the start: no network, no answer in time, HTTP 429 or
             5xx, a full quota. "degrade": the run is logged to local files, and one warning names them. The next attempt
             that sees the files sends them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`.
             A missing key, a refusal and a role that finds no run are errors in both cases.
-        init_timeout_s: Seconds that opening the run may take.
+        init_timeout_s: Seconds that opening the run may take, once its id is known. The wait for an id on which the
+            ranks agree comes before that, and may take 30 s more.
         kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait)
             and on Kubernetes (terminationGracePeriodSeconds). After SIGTERM, the run's end may take all but the last 5
             of them, or half if there are fewer than 10. Without SIGTERM, the end lasts until the service has
@@ -121,7 +123,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another
             run, the column for steps that a job logs again when it has gone back to its checkpoint.
-        download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic workers.
+        download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 
     Raises:

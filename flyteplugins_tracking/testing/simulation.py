@@ -51,8 +51,8 @@ class RankResult:
 
     Attributes:
         rank: The rank.
-        local_rank: The rank on its worker.
-        worker_index: The worker (= node).
+        local_rank: The rank on its node.
+        worker_index: The node.
         value: The return value; None if the function raised.
         error: The exception that it raised; None if it returned.
     """

@@ -124,7 +124,8 @@ class TrackingConfig(Record):
     W&B, the path of a file. Values that JSON cannot hold are shown as text."""
 
     secret: Any = None
-    """A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker."""
+    """A flytekit `Secret`, or a callable without arguments that returns the API key. Read on the ranks
+    that open a run."""
 
     if_unavailable: IfUnavailable = "degrade"
     """What happens if the service is away at the start: no network, no answer in time, HTTP 429 or 5xx, a full quota.
@@ -133,7 +134,8 @@ class TrackingConfig(Record):
     role that finds no run are errors in both cases."""
 
     init_timeout_s: float = 30.0
-    """Seconds that opening the run may take."""
+    """Seconds that opening the run may take, once its id is known. The wait for an id on which the ranks agree comes
+    before that, and may take 30 s more."""
 
     kill_after_s: float = 30.0
     """Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait) and on
@@ -164,7 +166,7 @@ class TrackingConfig(Record):
     column for steps that a job logs again when it has gone back to its checkpoint."""
 
     download_logs: bool = False
-    """Make the run's local files an output of the Flyte task, if the task has no Elastic workers."""
+    """Make the run's local files an output of the Flyte task, if the task has no Elastic."""
 
     options: Mapping[str, Any] = _NOTHING
     """The arguments that only this tracker has, passed through."""

@@ -106,10 +106,10 @@ def restarts(job: str) -> dict[str, Restart]:
     first, second = in_slurm(job, 0), in_slurm(job, 1)
     sky = pods(SKYPILOT_NODE_RANK="{}", SKYPILOT_NUM_NODES="2", SKYPILOT_TASK_ID=f"sky-managed-{{}}_train_{job}-0")
     return {
-        "torchrun, its workers after an exception": Restart(
+        "torchrun, its ranks after an exception": Restart(
             [Attempt(launcher=torchrun("--max-restarts=1"), settings={"end": "raise", "raises": 1, "before_s": 2})]
         ),
-        "torchrun, its workers after SIGKILL of rank 0": Restart(
+        "torchrun, its ranks after SIGKILL of rank 0": Restart(
             [Attempt(launcher=torchrun("--max-restarts=1"), settings={**KILLED, "kills": [0]})]
         ),
         "torchrun in a batch job, a requeue": Restart(
