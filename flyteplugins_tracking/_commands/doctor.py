@@ -35,7 +35,7 @@ from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import MODE, TrackingConfig, is_disabled
 from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level, check_directory
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.vendor_parts import client_version, known_faults
@@ -155,7 +155,7 @@ def _examine(tracker: str | None, *, asks: bool) -> tuple[DistributedInfo | None
     except TopologyError as contradiction:
         error = str(contradiction)
     info, pool, parent = detection.info, detection.pool, detection.parent
-    found = [*_check_job(info, error, env.read), *_check_store(info), *_check_directories()]
+    found = [*_check_job(info, error, env.read), *_check_store(info), *_check_directories(), *_check_mode()]
     # One process of a node asks the servers: thousands of requests at the same time could take them down.
     states = _trackers(tracker, asks and (info is None or info.local_rank in (0, None)), found)
     in_use = [state["name"] for state in states if state["is_chosen"] and state["version"] is not None]
@@ -191,6 +191,14 @@ def _check_job(info: DistributedInfo | None, error: str | None, variables: Mappi
         if os.environ.get("SLURM_JOB_ID"):
             text = "SLURM_JOB_ID is set, and no step has several tasks: each process counts as the only one"
             yield Diagnostic("warning", text, "srun python train.py, in the sbatch script")
+
+
+def _check_mode() -> Iterator[Diagnostic]:
+    try:
+        if is_disabled():
+            yield Diagnostic("warning", f"{MODE}=disabled: no rank has a run", f"unset {MODE}")
+    except ConfigError as error:
+        yield Diagnostic("error", str(error), f"unset {MODE}")
 
 
 def _check_rank(info: DistributedInfo) -> Iterator[Diagnostic]:

@@ -32,7 +32,7 @@ from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking._util.text import causes
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
-from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import TrackingConfig, is_disabled
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The variable that turns all trackers off, and its value.
-MODE, OFF = "FLYTE_TRACKING_MODE", "disabled"
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
 # How much later than one of its processes this one may get a SIGTERM that is sent to all of them.
@@ -71,18 +69,6 @@ class Doubles(NamedTuple):
 
     tracker: Callable[[Tracker], Tracker]
     context: Callable[[ExecutionContext], ExecutionContext]
-
-
-def _is_off() -> bool:
-    """Whether the user has turned all trackers off.
-
-    Raises:
-        ConfigError: The variable has another value.
-    """
-    mode = os.environ.get(MODE, "")
-    if mode not in ("", OFF):
-        raise ConfigError(f"{MODE}={mode!r} is not known: set it to {OFF!r}, or unset it")
-    return mode == OFF
 
 
 class Call(PerProcess):
@@ -197,6 +183,15 @@ class Call(PerProcess):
         return self.context.is_simulated
 
     @property
+    def is_disabled(self) -> bool:
+        """Whether no rank has a run, because the user has turned tracking off. Test doubles send nothing, and stay.
+
+        Raises:
+            ConfigError: The variable has an unknown value.
+        """
+        return self.doubles is None and is_disabled()
+
+    @property
     def timeout_s(self) -> float | None:
         """How long the platform lets the task run, in seconds; None if nothing ends it, as in a local execution."""
         return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
@@ -252,7 +247,7 @@ class Call(PerProcess):
         self.number = state.count(self.tracker.name, counts)
         logger.debug("%s: this process is %s, by %s", self.tracker.name, self.info or "no rank", self.found.variables)
         children.mark(self.found.variables)
-        config, parent_run = self.config, self._run_of_calling_task()
+        config, parent_run = self.config, None if self.is_disabled else self._run_of_calling_task()
         if parent_run is not None:
             # A role has a config of its own, also in the run of the task that calls it.
             own = {} if config.role is None else {"config": config.config}
@@ -272,13 +267,7 @@ class Call(PerProcess):
         else:
             joins = not is_distributed and run_mode != "new" and self.config.roles is None
         parent_run = self.context.parents.get(name) if joins else None
-        if (
-            parent_run is None
-            and not _is_off()
-            and self._has_workers is False
-            and self.info is None
-            and run_mode == "shared"
-        ):
+        if parent_run is None and self._has_workers is False and self.info is None and run_mode == "shared":
             raise ConfigError(
                 "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
                 f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
@@ -286,14 +275,12 @@ class Call(PerProcess):
         return parent_run
 
     def _open_run(self, undo: ExitStack) -> None:
-        config = self.config
-        if _is_off():
-            logger.debug("%s: no rank has a run, by %s", self.tracker.name, MODE)
-            return
+        config, is_off = self.config, self.is_disabled
         # A rank without a run needs no id: agreeing on one would cost imports and time.
-        if not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
+        if is_off or not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
             logger.debug("%s: this rank has no run", self.tracker.name)
-            restore = self.tracker.on_inactive_rank(config, self.info)
+            # Without a job, no tracker waits for the run of the primary, which has none either.
+            restore = self.tracker.on_inactive_rank(config, None if is_off else self.info)
             if restore is not None:
                 undo.callback(restore)
             return
@@ -315,7 +302,7 @@ class Call(PerProcess):
 
         It does so for one call: not if it does it for a function around this one, or in another thread.
         """
-        if not self.config.is_monitored or self.is_simulated:
+        if not self.config.is_monitored or self.is_simulated or self.is_disabled:
             return
         from flyteplugins_tracking._job.hang import RollCallDuty
         from flyteplugins_tracking._job.pulse import PulseDuty

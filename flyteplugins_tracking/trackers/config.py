@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -36,6 +37,21 @@ OWN = "tracking_init"
 ROLES, OWNER = "roles", "owner"
 # What this library's keys begin with, in rows and in the config.
 _NOT_ROLES = frozenset({OWN, OWNER, ROLES, "ranks", "nodes", "failure", "hang", "stop", "system"})
+
+# Set by the user, to turn all trackers off.
+MODE = "FLYTE_TRACKING_MODE"
+
+
+def is_disabled() -> bool:
+    """Whether `FLYTE_TRACKING_MODE` turns all trackers off: "disabled" does, "enabled" is as if it was not set.
+
+    Raises:
+        ConfigError: It has another value.
+    """
+    mode = os.environ.get(MODE) or "enabled"
+    check_choice(MODE, mode, ("disabled", "enabled"))
+    return mode == "disabled"
+
 
 # The last seconds before the launcher's SIGKILL, in which a process whose run has ended comes to its own end.
 _END_S = 5.0

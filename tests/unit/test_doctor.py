@@ -206,6 +206,12 @@ def test_a_base_id_is_shown_if_it_is_known(ask):
 # The variables, the level of the diagnostic, and its text.
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a mode": ({"WANDB_MODE": "disabled"}, "warning", "WANDB_MODE=disabled: nothing is logged -> unset WANDB_MODE"),
+    "turned off": (
+        {"FLYTE_TRACKING_MODE": "disabled"},
+        "warning",
+        "FLYTE_TRACKING_MODE=disabled: no rank has a run -> unset FLYTE_TRACKING_MODE",
+    ),
+    "an unknown mode": ({"FLYTE_TRACKING_MODE": "no"}, "error", "FLYTE_TRACKING_MODE='no' is not one of"),
     "offline": (
         {"WANDB_MODE": "offline"},
         "warning",

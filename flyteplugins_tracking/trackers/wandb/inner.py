@@ -19,6 +19,7 @@ from typing import Any
 from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.client import warn_of_placed
+from flyteplugins_tracking.trackers.config import is_disabled
 from flyteplugins_tracking.trackers.wandb import inactive, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
@@ -88,7 +89,7 @@ def _asks_for_another(given: Mapping[str, Any]) -> bool:
 
 def _without_effect(original: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     rank = inactive.ranks[-1]
-    if rank < 2:  # one or two of the job's ranks say so
+    if rank < 2 and not is_disabled():  # one or two of the job's ranks say so
         text = (
             "W&B: rank %d has no run, so wandb.init() returns one that does nothing, as on all ranks without a run. "
             "For a run of each rank, pass run_mode='new' to tracking_init, or reinit='create_new' to wandb.init"
