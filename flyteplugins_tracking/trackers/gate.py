@@ -120,11 +120,6 @@ class Gate(PerProcess):
         """Whether this thread ends the run."""
         return threading.get_ident() in self._enders
 
-    @property
-    def has_callers(self) -> bool:
-        """Whether a thread is in a call, and does not end the run."""
-        return bool(self._inside - self._enders)
-
     def join_enders(self) -> None:
         """Count this thread as one that ends the run: the ending thread has started it for that."""
         self._enders.add(threading.get_ident())
@@ -158,7 +153,7 @@ class Gate(PerProcess):
     def _end(self, finish: Callable[[], object], after: State) -> None:
         self.state = "ending" if after == "ended" else after
         deadline = time.monotonic() + _CALLERS_S
-        while self.has_callers and time.monotonic() < deadline:
+        while self._inside - self._enders and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # what other threads are logging comes before the run's end
         try:
             with self._turn:

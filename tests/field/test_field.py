@@ -223,7 +223,8 @@ def faults_of(script: Script) -> list[str]:
 
 def tier_of(form: Callable[[str], list[str]], number: int, name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
     """Each script meets two faults in `make test-all`, and another one under the command `run`; all, in `test-wide`."""
-    script, faults = SCRIPTS[name], faults_of(SCRIPTS[name])
+    script = SCRIPTS[name]
+    faults = faults_of(script)
     if fault == (script.brief if form is moved else "exception" if name == "module_level" else ""):
         return ()
     is_next = fault == faults[(number + (form is moved)) % len(faults)]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -89,7 +90,7 @@ def is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-class SigtermListener(PerProcess):
+class SigtermListener(PerProcess, ABC):
     """Listens for SIGTERM while decorated functions are running that have a run.
 
     Its two subclasses differ in who installs the handler, and in whether the main thread has a function to unwind.
@@ -172,10 +173,11 @@ class SigtermListener(PerProcess):
     def run_opened(self) -> None:
         """Let a signal take effect that has come while the run was opened."""
 
+    @abstractmethod
     def closing(self) -> AbstractContextManager[None]:
         """Put the signal off while the run is closed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self, error: BaseException | None = None) -> None:
         """Listen for one function less. After the last one, a signal takes effect that was put off.
 
@@ -183,7 +185,6 @@ class SigtermListener(PerProcess):
             error: What ends the function. If it ends after a signal that would only have ended the process, it does so
                 as by the signal: a handler, a worker that was signalled too, or a `finally` block may have raised.
         """
-        raise NotImplementedError
 
     def postpone(self, postponement: Postponement | None) -> None:
         """Have a signal that comes from now on wait for this; for nothing, with None."""
@@ -214,9 +215,9 @@ class SigtermListener(PerProcess):
 
     # Installation
 
+    @abstractmethod
     def _install(self) -> bool:
         """Install our handler. Returns False if the signal cannot be listened for."""
-        raise NotImplementedError
 
     def _current_handler(self) -> Handler | None:
         """Return the installed handler if it is this listener's."""
@@ -262,13 +263,13 @@ class SigtermListener(PerProcess):
         else:
             self._act_if_ready(handler, frame)
 
+    @abstractmethod
     def _start_ender(self) -> None:
         """Have the ender started, once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _act_if_ready(self, handler: Handler, frame: FrameType | None) -> None:
         """Let the signal have its effect, unless that has to wait."""
-        raise NotImplementedError
 
     def _act(self, handler: Handler, signum: int, frame: FrameType | None) -> None:
         """Let the signal have its usual effect."""
@@ -280,9 +281,9 @@ class SigtermListener(PerProcess):
         else:
             self._end_process(is_first)
 
+    @abstractmethod
     def _end_process(self, is_first: bool) -> None:
         """Do what the signal does by default."""
-        raise NotImplementedError
 
     # In the ender, when the signal has come
 
@@ -301,9 +302,9 @@ class SigtermListener(PerProcess):
         if not self._signal_until(self._left_s()):
             self._end_open_runs()
 
+    @abstractmethod
     def _end_with_process(self) -> None:
         """End the runs, and the process, which the signal would only have ended."""
-        raise NotImplementedError
 
     def _end_open_runs(self) -> None:
         """End the runs that are open. Their functions may go on."""

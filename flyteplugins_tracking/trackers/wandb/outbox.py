@@ -522,11 +522,6 @@ class WandbOutbox:
             text = "W&B: run %s: files that were logged offline are not on this disk any more. Log them again: %s"
             logger.warning(text, run_id, names)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the run has not been opened again since."""
-        return of(self._run) is self
-
     def keep_since(self, since: int) -> None:
         """Keep a step of the run that it has before the first of its numbered rows, also of those that are sent."""
         self._header["since"] = min(since, int(self._header["since"]))

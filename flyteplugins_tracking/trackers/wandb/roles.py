@@ -140,10 +140,11 @@ class Writer:
             run: The open run.
             request: The decorator's request for it.
             log: Logs a row with these keys. Returns its number.
-            define: Defines a column, as the run's method: again when the run is opened again.
+            define: Defines a column, as the run's method: again when what is kept is sent with another wandb-core.
             next_step: Returns the step of the role's next row; None for the owner.
         """
-        self.opened()
+        # If the run's owner had ended it, it is running again since then.
+        self._opened_at = time.monotonic()
         self._next_step = next_step
         self._run, self._request, self._log = run, request, log
         self._role, self._name = request.plan.role, name_of(request)
@@ -152,10 +153,6 @@ class Writer:
         _define(define, [*self._roles, *filter(None, [self._role])])
         self._told: Any = None  # the role's config in the last row that has it
         self.tell("running", {})
-
-    def opened(self) -> None:
-        """Note that the run has just been opened: if its owner had ended it, it is running again since then."""
-        self._opened_at = time.monotonic()
 
     def tell(self, state: str, more: Mapping[str, Any]) -> None:
         """Log the state of the role, and its config if that has changed: another writer may replace that of the run."""
@@ -490,7 +487,7 @@ class LeftRows:
 
     def _goes_on(self, _: Row | None) -> bool:
         self._count += 1
-        return not self._stopped.is_set() and self._made.is_current
+        return not self._stopped.is_set()
 
 
 def left_rows(run: Any) -> LeftRows | None:

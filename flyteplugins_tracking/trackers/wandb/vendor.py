@@ -306,8 +306,8 @@ def _connection_of(run: Any) -> Any:
 def was_torn_down(run: Any, timeout_s: float) -> bool:
     """Whether `wandb.teardown` was the cause of a run's error, and has sent all rows. Waits while another thread does.
 
-    The connection is closed before wandb-core has sent all. Without it, a run that is opened again just then may get
-    rows of both at one time.
+    The connection is closed before wandb-core has sent all. Without it, a run that is opened just then to send what is
+    kept may get rows of both at one time.
     """
     with _optional("rows that a thread logs during wandb.teardown may be in another order"):
         return _exit_code_of(_connection_of(run), timeout_s) == 0
