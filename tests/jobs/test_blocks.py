@@ -149,13 +149,15 @@ from jupyter_client.manager import start_new_kernel
 manager, client = start_new_kernel(kernel_name="python3")
 def cell(code, interrupt=False):
     # A kernel may abort a cell that comes right behind one that failed.
-    client.execute(code, stop_on_error=False)
+    asked = client.execute(code, stop_on_error=False)
     if interrupt:
         while "inside" not in client.get_iopub_msg(timeout=60)["content"].get("text", ""):
             pass
         manager.interrupt_kernel()
-    reply = client.get_shell_msg(timeout=60)["content"]
-    print(reply["status"], reply.get("ename", ""))
+    reply = client.get_shell_msg(timeout=60)
+    while reply["parent_header"].get("msg_id") != asked:  # of the kernel's start, on a busy machine
+        reply = client.get_shell_msg(timeout=60)
+    print(reply["content"]["status"], reply["content"].get("ename", ""))
 cell("%load_ext autoreload\\n%autoreload 2\\nfrom flyteplugins_tracking import get_run, tracking_run")
 block = "with tracking_run(project='p', name='{}') as run:\\n    run.log({{'x': 1}})\\n    {}"
 cell(block.format("good", "pass"))
