@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ _NOT_SET = object()
 _FIRST_VIEWER = [0, 28]
 # How long W&B may take to say which files it has when the run is opened once more, in seconds.
 _ASK_S = 2.0
+# How often a wait for W&B looks whether the run has ended.
+_POLL_S = 0.01
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 # The most characters of a config's JSON that are passed to each task that a task calls.
@@ -166,10 +169,16 @@ class WandbHandle(Handle):
         finally:
             self._let_go()
 
-    def mark_preempting(self, timeout_s: float) -> None:  # noqa: ARG002 wandb-core sends when it does
-        if self._request.plan.ends_run:
-            kind: Any = type(self.run).__mro__[1]
-            self._gate.call(lambda: kind.mark_preempting(self.run))
+    def mark_preempting(self, timeout_s: float) -> None:
+        if not self._request.plan.ends_run or self.run.offline:
+            return
+        kind: Any = type(self.run).__mro__[1]
+        self._gate.call(lambda: kind.mark_preempting(self.run))
+        # wandb-core sends this immediately, with the rows that it has, but does not tell when W&B has them. If this
+        # process exits before that, so does wandb-core.
+        deadline = time.monotonic() + timeout_s
+        while self._gate.state == "open" and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def end_early(self, exit_code: int) -> None:
         if self._is_ours:
