@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from flyteplugins_tracking.trackers.ending import EndLimit
@@ -22,9 +21,6 @@ class Upload:
     def __init__(self, run: Any, limit: EndLimit) -> None:
         self._run, self._limit, self._place = run, limit, outbox.Place.of(run)
         self._last, self._most = _NOTHING, 0
-        self._rows = 0  # that W&B has acknowledged
-        log = outbox.log_of(run)
-        self._count_rows: Callable[[], int] = lambda: 0 if log is None else outbox.acknowledged_lines(log)
         limit.left = self._left
 
     def lasts(self) -> bool:
@@ -46,11 +42,10 @@ class Upload:
 
     def _has_moved(self, progress: Progress) -> bool:
         """Whether something was sent since the last look. A file whose upload has failed begins again."""
-        last, rows = self._last, self._count_rows()
+        last = self._last
         has_grown = progress.uploaded > self._most or last.uploaded < progress.uploaded < progress.total
-        has_moved = has_grown or rows > self._rows or not set(last.doing) <= set(progress.doing)
-        self._most, self._rows = max(self._most, progress.uploaded), max(self._rows, rows)
-        return has_moved
+        self._most = max(self._most, progress.uploaded)
+        return has_grown or not set(last.doing) <= set(progress.doing)
 
     def _answers(self) -> bool:
         return vendor.stored_run(self._place) is not None

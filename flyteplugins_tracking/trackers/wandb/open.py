@@ -210,7 +210,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         # If the user's settings have a longer timeout than our argument, the difference is added.
         settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
         if place.run_id and not request.has_other_writers:
-            await_count(place, directory, request.deadline)
+            outbox.await_count(directory, place.run_id, request.deadline - _COUNT_S)
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
@@ -255,16 +255,6 @@ def _earlier(request: RunRequest, place: outbox.Place) -> Stored | None:
     """Return what W&B has of the run of an earlier attempt, if this one has a config that may differ."""
     may_differ = request.is_retry and request.plan.primary and request.config.config and place.run_id
     return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None
-
-
-def await_count(place: outbox.Place, directory: Path, deadline: float) -> None:
-    """Wait until W&B counts the rows of a wandb-core that has just ended here. `directory` is that of all runs."""
-
-    def counts() -> tuple[int, int] | None:
-        stored = vendor.stored_run(place, _COUNT_S)
-        return None if stored is None else (stored.rows, stored.last_step)
-
-    outbox.await_count(directory, place.run_id, counts, deadline - _COUNT_S)
 
 
 def _init_offline(request: RunRequest, is_automatic: bool = False) -> Any:

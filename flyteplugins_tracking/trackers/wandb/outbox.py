@@ -26,7 +26,6 @@ import heapq
 import json
 import logging
 import math
-import os
 import secrets
 import socket
 import time
@@ -40,11 +39,10 @@ from typing import Any, NamedTuple
 from flyteplugins_tracking._util.files import (
     is_own_directory,
     is_own_file,
-    open_own,
     own_file_in,
     touch_own,
 )
-from flyteplugins_tracking._util.text import parse_json, without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.config import OWNER
@@ -69,11 +67,10 @@ _FORKED = "flyteplugins-tracking-forked"
 _END_S, _POLL_S = 5.0, 0.01
 # How long it may take to read what earlier attempts have left.
 _READ_S = 60.0
-# How long after the last acknowledged rows W&B's count of them may be wrong, and how often it is asked for.
-_LATE_S, _ASK_S = 6.0, 0.5
-# Where wandb-core's log is in a run's directory, and how much of it is read, from its end.
+# How long after the last rows were sent W&B's count of them may be wrong.
+_LATE_S = 6.0
+# Where wandb-core's log is in a run's directory. Its time tells when wandb-core has sent something last.
 LOG = ("logs", "debug-internal.log")
-_LOG_BYTES = 65_536
 
 
 class Place(NamedTuple):
@@ -792,8 +789,8 @@ def record_of(row: bytes, step: int | None = None, is_placed: bool = False, role
 # A count that is late
 
 
-def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, int] | None], deadline: float) -> None:
-    """Return when W&B counts all rows that it has acknowledged, in the last seconds, to attempts of a run.
+def await_count(directory: Path, run_id: str, deadline: float) -> None:
+    """Return when W&B counts all rows that attempts here have sent: 6 s after the last write.
 
     A run that is opened again continues at the count that W&B gives, and W&B counts 2 to 4 s late. Rows that are
     written at too low a count take the place of others: https://github.com/wandb/wandb/pull/12421
@@ -801,46 +798,11 @@ def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, in
     Args:
         directory: The directory of all runs.
         run_id: The run's id.
-        counts: Asks W&B for the number of rows and the last step; None if it does not say.
         deadline: When to return in any case, in seconds of `time.monotonic`.
     """
-    found = [path.joinpath(*LOG) for path in directories_of(directory, run_id)]
-    logs = [path for path in found if age_s(path) < _LATE_S]
-    lines = max((acknowledged_lines(log) for log in logs), default=0)
-    until = min(deadline - _ASK_S, time.monotonic() + _LATE_S - min(map(age_s, logs), default=_LATE_S))
-    while lines and not _is_right(counts(), lines):
-        if time.monotonic() > until:
-            return
-        time.sleep(_ASK_S)
-
-
-def log_of(run: Any) -> Path | None:
-    """Return the log of a run's wandb-core; None if the run has no files."""
-    return None if getattr(run, "disabled", False) else run_directory(run).joinpath(*LOG)
-
-
-def acknowledged_lines(log: Path) -> int:
-    """Return how many rows of the run W&B has, as wandb-core has logged; 0 if it has sent none.
-
-    A request that was not answered before the kill counts: W&B may have it.
-    """
-    lines, sent = 0, None
-    with contextlib.suppress(OSError), open(open_own(log), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-        for text in file.read().decode(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = parse_json(text)
-                if entry["msg"] == "filestream: sending request":
-                    of_history = [int(entry[key]) for key in ("history_offset", "history_lines") if key in entry]
-                    sent = sum(of_history) if of_history else None
-                elif entry["msg"] == "filestream: request sent":
-                    lines, sent = sent if sent is not None and entry["status"].startswith("200") else lines, None
-    return lines if sent is None else sent
-
-
-def _is_right(counts: tuple[int, int] | None, lines: int) -> bool:
-    """Whether W&B counts all rows, and its last step is not an earlier row's: steps rise by 1 at least."""
-    return counts is not None and counts[0] >= lines and counts[1] + 1 >= counts[0]
+    logs = (path.joinpath(*LOG) for path in directories_of(directory, run_id))
+    late_s = _LATE_S - min(map(age_s, logs), default=_LATE_S)
+    time.sleep(max(0.0, min(late_s, deadline - time.monotonic())))
 
 
 def age_s(path: Path) -> float:

@@ -33,7 +33,7 @@ from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, forced_run_id, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.ending import Upload
-from flyteplugins_tracking.trackers.wandb.open import await_count, opening
+from flyteplugins_tracking.trackers.wandb.open import opening
 from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox, attempt_at
 from flyteplugins_tracking.trackers.wandb.run import forget
 
@@ -196,7 +196,7 @@ def _send_in_process(directory: Path, place: Place, close: _Close) -> bool:
         if (column := roles.column_in(attempt)) is not None:
             _Numbered(place, own, column, None, close).send(())
         else:
-            await_count(place, directory.parent, close.limit.until)
+            outbox.await_count(directory.parent, place.run_id, close.limit.until)
             _send_rows(place, _with_online(own), directory, None, close)
     except Exception as error:
         if isinstance(error, vendor.service_gone(close.run, error)) or type(error).__module__.startswith(_OF_SERVICE):
