@@ -31,7 +31,7 @@ from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values, roles_
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
-from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow, OwnersKeys
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, RowPath
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class ClientHandle(Handle):
         self._late = threading.RLock()  # held while something is logged to a run that a signal has ended
         self._waiting: deque[Callable[[], object]] = deque()  # what was logged while it ended
         self._is_late = False  # whether something was logged since
-        self._owners_keys = OwnersKeys(title, () if prefix else request.config.roles or ())
-        self._next_row = NextRow()
+        roles = None if prefix else request.config.roles
+        self._path = RowPath(title, self._gate, request.watch.before_row, self._values.clean, roles)
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._restart_count = restart_count_of(request) if request.plan.primary else 0
@@ -140,14 +140,11 @@ class ClientHandle(Handle):
         Raises:
             TypeError: `data` is not a mapping of strings to values.
         """
-        if self._gate.refuses():
-            return
-        self.request.watch.before_row()
-        self._owners_keys.check(data)
-        row = self._values.clean(data)
-        if self._next_row.waiting:
-            row = {**self._next_row.take(), **row}
-        self.pass_on(lambda: self._write(row, step, kwargs))
+
+        def write(row: Mapping[str, Any]) -> None:
+            self._write(row, step, kwargs)
+
+        self._path.log(data, write, lambda row: self._act_late(lambda: write(row)))
 
     def pass_on(self, action: Callable[[], object]) -> None:
         """Call `action`, which writes to the run, unless the function has ended."""
@@ -197,7 +194,7 @@ class ClientHandle(Handle):
         return new
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
-        self._next_row.add(values)
+        self._path.next_row.add(values)
 
     @property
     def last_step(self) -> Any:
@@ -219,8 +216,8 @@ class ClientHandle(Handle):
         self._gate.end(lambda: self._end(exit_code), self._act_waiting)
 
     def _end(self, exit_code: int) -> None:
-        if self._next_row.waiting:  # for a next row that does not come
-            self._write(self._next_row.take(), self.last_step, {})
+        if self._path.next_row.waiting:  # for a next row that does not come
+            self._write(self._path.next_row.take(), self.last_step, {})
         self._ended_with = exit_code or self._told_status or 0
         self.end(self._ended_with)
 

@@ -83,8 +83,8 @@ class Gate(PerProcess):
     # What is logged
 
     def refuses(self) -> bool:
-        """Whether nothing passes anymore, with one warning."""
-        is_finished = self.state == "finished"
+        """Whether nothing of this thread passes anymore, with one warning."""
+        is_finished = self.state == "finished" and not self.is_ender
         if is_finished:
             self.warn(NOT_OPEN)
         return is_finished

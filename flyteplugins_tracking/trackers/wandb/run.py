@@ -26,7 +26,7 @@ from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_o
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.rows import NextRow
+from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import Upload
@@ -104,7 +104,8 @@ class WandbHandle(Handle):
         self._definitions: list[Callable[[Any], Any]] = []
         self._drawn: dict[str, Callable[[Any], Any]] = {}  # definitions too, by their keys
         self._said: dict[str, dict[str, Any]] = {"config": {}, "summary": {}, "run": {}, "files": {}}
-        self._next_row = NextRow()
+        roles = None if self.prefix else request.config.roles
+        self._path = RowPath("W&B", self._gate, request.watch.before_row, self._make_row, roles)
         # The keys of the config that this attempt has not set yet, and an earlier one has.
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
@@ -146,7 +147,7 @@ class WandbHandle(Handle):
             forget(self.run, keys)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
-        self._next_row.add(values)
+        self._path.next_row.add(values)
 
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
@@ -203,16 +204,18 @@ class WandbHandle(Handle):
             self._outbox.mark_forked()
             method(self.run, data, step, commit, **kwargs)
             return
-        self._request.watch.before_row()
-        if isinstance(data, dict):
-            for key in self._said["summary"].keys() & data.keys():
-                del self._said["summary"][key]  # the row's value comes later
-            data = {**self._next_row.take(), **data} if self._next_row.waiting else dict(data)
 
-        def row(run: Any) -> None:
-            outbox.log_kept(method, run, *self._rollback.place(data, step), commit, **kwargs)
+        def write(row: Any, run: Any = self.run) -> None:
+            outbox.log_kept(method, run, *self._rollback.place(row, step), commit, **kwargs)
 
-        self._gate.call(lambda: row(self.run), lambda: self._keep(row))
+        self._path.log(data, write, lambda row: self._keep(lambda run: write(row, run)))
+
+    def _make_row(self, data: Any) -> Any:
+        if not isinstance(data, dict):  # W&B refuses it
+            return data
+        for key in self._said["summary"].keys() & data.keys():
+            del self._said["summary"][key]  # the row's value comes later
+        return dict(data)
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another one of the run's methods. If the run has ended, keep what can be kept."""
@@ -314,8 +317,8 @@ class WandbHandle(Handle):
         upload = Upload(self.run, limit)
         exit_code = self._ended_with = exit_code or self._told_status or 0
         try:
-            if self._next_row.waiting:  # in the summary: a row of its own would take a step
-                _update_summary(self.run, self._next_row.take())
+            if self._path.next_row.waiting:  # in the summary: a row of its own would take a step
+                _update_summary(self.run, self._path.next_row.take())
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
@@ -420,8 +423,8 @@ class WandbHandle(Handle):
     def _say_again(self, run: Any) -> None:
         """Have a run, opened once more, have what the function has said about it, and the files that it has saved."""
         said, kind = self._said, type(run)
-        if self._next_row.waiting:
-            said["summary"].update(self._next_row.take())
+        if self._path.next_row.waiting:
+            said["summary"].update(self._path.next_row.take())
         try:
             for define in (*self._definitions, *self._drawn.values()):
                 define(run)

@@ -21,7 +21,7 @@ from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.rows import OwnersKeys, RowBuffer
+from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, update_config
 
@@ -45,7 +45,6 @@ class SharedHandle(WandbHandle):
         next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
         self.prefix = prefix_of(request)
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
-        self._owners_keys = OwnersKeys("W&B", () if self.prefix else request.config.roles or ())
         self._run_log, self._run_define = type(run).log, type(run).define_metric
         self._barrier = barrier
         self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
@@ -59,7 +58,6 @@ class SharedHandle(WandbHandle):
 
     def log(self, method: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> None:
         if os.getpid() == self._pid:
-            self._owners_keys.check(data)
             self._rows.log(self._log_row, data, *args, **kwargs)
         else:
             super().log(method, self._prefixed(data), *args, **kwargs)
@@ -81,7 +79,7 @@ class SharedHandle(WandbHandle):
 
     def _log_own(self, row: Mapping[str, Any]) -> int:
         """Log a row of this library's, also while the run ends. Returns its number."""
-        waiting = self._next_row.take() if self._request.plan.role else {}
+        waiting = self._path.next_row.take() if self._request.plan.role else {}
         row = self._numbered({**waiting, **row})
         outbox.log_kept(self._run_log, self._late or self.run, row, None, True)
         return int(row[str(self._outbox.column)])
@@ -182,7 +180,7 @@ class SharedHandle(WandbHandle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         super().record_event(name, {} if self._request.plan.role else values, text)
         if self._request.plan.role:  # a row is kept, even if W&B keeps one writer's summary only
-            self._next_row.add(values)
+            self._path.next_row.add(values)
 
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
         """Overwrite the values: a service that merges the summaries of writers keeps what one of them only removes."""
