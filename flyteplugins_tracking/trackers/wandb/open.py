@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.files import read_own
-from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
@@ -39,13 +38,12 @@ from flyteplugins_tracking.trackers.wandb import (
     vendor,
 )
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
+from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline"
 _DEGRADED = f"{_OFFLINE} or if_unavailable='degrade'"
-# Runs are opened once more at any time, by any thread. Reentrant: a signal's handler opens runs too.
-opening = register(OwnLock())
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 # wandb's own values lose rows. Times are in seconds. What the user or a variable sets takes precedence.
 _SAFER_SETTINGS = {
@@ -109,9 +107,6 @@ def open_run(request: RunRequest) -> Handle:
     with client.ended_if_interrupted(request, end):
         if request.config.run_mode != "shared" and not request.has_other_writers:
             return WandbHandle(_open_here(request), before, request)
-        # Imported here: most decorated functions have a run of their own.
-        from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
-
         barrier = WriterBarrier.of_ranks(request, "W&B")
         run = _open_here(request)
         if request.has_other_writers:
@@ -204,7 +199,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         arguments["config"] = roles.config_beside(request, found, arguments["config"])
     left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
     viewer_s = _VIEWER_S if left_s > 2 * _VIEWER_S else 0
-    with opening.lock, nullcontext() if viewer_s else vendor.without_viewer():
+    with vendor.opening.lock, nullcontext() if viewer_s else vendor.without_viewer():
         settings = arguments["settings"]
         left_s -= viewer_s
         # If the user's settings have a longer timeout than our argument, the difference is added.

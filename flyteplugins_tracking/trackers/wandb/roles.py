@@ -47,7 +47,6 @@ from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row, rows
 from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox
-from flyteplugins_tracking.trackers.wandb.run import update_config
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class Writer:
             current = dict(self._run.config)
             others = {key: value for key, value in found.config.items() if not self._is_own(key, current)}
             if others:
-                update_config(self._run, others)
+                vendor.update_config(self._run, others)
 
     def _is_own(self, key: str, current: Mapping[str, Any]) -> bool:
         return key == self._role if self._role is not None else key in current and key not in self._roles

@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.late import LateRows
+from flyteplugins_tracking.trackers.wandb.send import send_left
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class WandbHandle(Handle):
 
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
         with contextlib.suppress(Exception):  # its wandb-core may have died, or it is disabled
-            forget(self.run, keys)
+            vendor.forget(self.run, keys)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._path.next_row.add(values)
@@ -269,7 +270,7 @@ class WandbHandle(Handle):
         before = {key: run.config[key] for key in keys}
         self._of_earlier.difference_update(keys)
         if keys:
-            update_config(run, {key: changes_now[key] for key in keys})
+            vendor.update_config(run, {key: changes_now[key] for key in keys})
             warn_of_changes("W&B", self.id, before, {key: run.config[key] for key in keys})
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +319,7 @@ class WandbHandle(Handle):
         exit_code = self._ended_with = exit_code or self._told_status or 0
         try:
             if self._path.next_row.waiting:  # in the summary: a row of its own would take a step
-                _update_summary(self.run, self._path.next_row.take())
+                vendor.update_summary(self.run, self._path.next_row.take())
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
@@ -365,9 +366,6 @@ class WandbHandle(Handle):
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
-        # Imported here: most runs end once.
-        from flyteplugins_tracking.trackers.wandb.send import send_left
-
         self._timed_out = self.run.offline or not send_left(self.run, self._end_limit(), self._say_again)
         if self._timed_out:
             logger.warning(
@@ -431,9 +429,9 @@ class WandbHandle(Handle):
             for name, value in said["run"].items():
                 setattr(run, name, value)
             if said["config"]:
-                update_config(run, said["config"])
+                vendor.update_config(run, said["config"])
             if said["summary"]:
-                _update_summary(run, said["summary"])
+                vendor.update_summary(run, said["summary"])
             if said["files"]:
                 found = vendor.stored_run(outbox.Place.of(run), _ASK_S)
                 for name in list(said["files"]) if found is None else found.lacks(list(said["files"])):
@@ -598,24 +596,6 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
         return getattr(handle, route)(method, *args, **kwargs)
 
     return guarded
-
-
-def update_config(run: Any, values: Mapping[str, Any]) -> None:
-    """Change the config of a run, at any time."""
-    kind: Any = type(run.config)
-    getattr(kind, "__wrapped__", kind).update(run.config, values, allow_val_change=True)
-
-
-def forget(run: Any, keys: Collection[str]) -> None:
-    """Remove keys from the summary that an earlier attempt has set."""
-    for key in set(keys).intersection(run.summary.keys()):
-        del run.summary[key]
-
-
-def _update_summary(run: Any, values: Mapping[str, Any]) -> None:
-    """Change the summary of a run, at any time."""
-    kind: Any = type(run.summary)
-    getattr(kind, "__wrapped__", kind).update(run.summary, values)
 
 
 def passed_on(run: Any) -> Mapping[str, Any] | None:

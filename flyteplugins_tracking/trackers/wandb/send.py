@@ -33,9 +33,7 @@ from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, forced_run_id, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.ending import Upload
-from flyteplugins_tracking.trackers.wandb.open import opening
 from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox, attempt_at
-from flyteplugins_tracking.trackers.wandb.run import forget
 
 logger = logging.getLogger(__name__)
 
@@ -528,7 +526,7 @@ def _opened(
         # With its host, as a run that goes on there has it: the service shows it as running until it is ended.
         here = {} if close is None else {"init_timeout": max(1.0, close.limit.left_s), "x_disable_machine_info": False}
         before = vendor.open_runs()
-        with opening.lock:
+        with vendor.opening.lock:
             run = vendor.open_to_send(place, described, folder, shared, **here)
         try:
             if close is not None:
@@ -537,7 +535,7 @@ def _opened(
             if close is not None:
                 close.say_again(run)
             if exit_code == 0 and shared is None:
-                forget(run, FAILURE_KEYS)
+                vendor.forget(run, FAILURE_KEYS)
             if exit_code == TERMINATED:
                 run.mark_preempting()
             run.finish(exit_code=exit_code)

@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
-from flyteplugins_tracking.trackers.wandb.run import WandbHandle, update_config
+from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 
 class SharedHandle(WandbHandle):
@@ -145,7 +145,7 @@ class SharedHandle(WandbHandle):
         if request.plan.role is not None and not is_wandbs:
             section = dict(self.run.config).get(request.plan.role, {})
             section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
-            self.change(update_config, {request.plan.role: section})
+            self.change(vendor.update_config, {request.plan.role: section})
             return self._show_own_config()
         if request.plan.primary or is_wandbs:
             return super().change_config(method, *args, **kwargs)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import is_own_file
-from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.fork import OwnLock, PerProcess, register
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import causes, first_line, without_credentials
@@ -36,6 +36,9 @@ from flyteplugins_tracking.trackers.outbox import may_pass
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 logger = logging.getLogger(__name__)
+
+# Held while a run is opened, which happens at any time, in any thread. Reentrant: a signal's handler opens runs too.
+opening = register(OwnLock())
 
 # How long wandb-core may take to write the files of runs that have ended.
 _LAST_RECORDS_S = 1.0
@@ -426,6 +429,24 @@ def progress_of(run: Any) -> Progress | None:
             any(one.error_status for one in operations),
         )
     return None
+
+
+def update_config(run: Any, values: Mapping[str, Any]) -> None:
+    """Change the config of a run, at any time."""
+    kind: Any = type(run.config)
+    getattr(kind, "__wrapped__", kind).update(run.config, values, allow_val_change=True)
+
+
+def forget(run: Any, keys: Collection[str]) -> None:
+    """Remove keys from the summary that an earlier attempt has set."""
+    for key in set(keys).intersection(run.summary.keys()):
+        del run.summary[key]
+
+
+def update_summary(run: Any, values: Mapping[str, Any]) -> None:
+    """Change the summary of a run, at any time."""
+    kind: Any = type(run.summary)
+    getattr(kind, "__wrapped__", kind).update(run.summary, values)
 
 
 def finish_while(lasts: Callable[[], bool], run: Any, finish: Callable[[], object]) -> None:
