@@ -19,7 +19,7 @@ from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
-from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import (
@@ -199,7 +199,7 @@ def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> Client
             run_metadata=header["run_metadata"],
             read_secret=lambda: None,
             may_prompt=sys.stdin is not None and sys.stdin.isatty(),
-            watch=Unwatched(),
+            sigterm=NoSigterm(),
             deadline=time.monotonic() + config.init_timeout_s,
             earlier=earlier,
         )

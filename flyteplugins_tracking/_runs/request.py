@@ -27,7 +27,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
+from flyteplugins_tracking.trackers.base import RunRequest, Sigterm
 from flyteplugins_tracking.trackers.config import OWN
 
 if TYPE_CHECKING:
@@ -135,14 +135,14 @@ def _identity_beside(call: Call, identity: Identity) -> Identity:
     return Identity(own_id, identity.group)
 
 
-def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, watch: SigtermWatch, deadline: float) -> RunRequest:
+def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, sigterm: Sigterm, deadline: float) -> RunRequest:
     """Return what the tracker gets to open a run.
 
     Args:
         call: The call that opens the run.
         planned: The plan, with the id that all ranks know.
         run_plan: The plan with the id that the run has: another process may have the planned one open.
-        watch: Watches for SIGTERM.
+        sigterm: What is known of SIGTERM.
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
     config, context, info = call.config, call.context, call.info
@@ -156,7 +156,7 @@ def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, watch: SigtermWa
         run_metadata={**_trial_config(call), **({OWN: own} if own else {})},
         read_secret=functools.partial(_read_secret, config.secret, context),
         may_prompt=may_prompt(info, context),
-        watch=watch,
+        sigterm=sigterm,
         deadline=deadline,
         ask_to_stop=functools.partial(_ask_to_stop, call.tracker.name),
     )

@@ -109,7 +109,7 @@ class WriterBarrier:
         """Leave when this rank's part of the run has ended; after a success, stay as long as the others need it."""
         self.leave()
         if exit_code == 0:
-            self.stay(EndLimit(title, str(request.plan.run_id), request.config, request.watch))
+            self.stay(EndLimit(title, str(request.plan.run_id), request.config, request.sigterm))
 
     def tell_moving(self) -> None:
         """Tell the others that this writer's end goes on, since the service takes what it has left."""
@@ -165,7 +165,7 @@ class WriterBarrier:
 
     def wait_for_run(self, request: RunRequest, title: str) -> None:
         """On the primary, wait for the other writers, and warn about those that are late."""
-        missing = self.wait(EndLimit(title, str(request.plan.run_id), request.config, request.watch))
+        missing = self.wait(EndLimit(title, str(request.plan.run_id), request.config, request.sigterm))
         if missing:
             logger.warning(
                 "%s: run %s ends now. Nothing has moved for %s since the primary rank's function returned, and these "

@@ -20,8 +20,8 @@ Feature = Literal["shared", "resume", "offline", "media", "system metrics", "swe
 """The features that a service may lack: docs/trackers.md describes them."""
 
 
-class SigtermWatch(Protocol):
-    """Watches for SIGTERM, at which the library calls `Handle.end_early`. A tracker may use these members."""
+class Sigterm(Protocol):
+    """What is known of SIGTERM, at which the library calls `Handle.end_early`. A tracker may use these members."""
 
     @property
     def terminated(self) -> bool:
@@ -35,8 +35,8 @@ class SigtermWatch(Protocol):
         """Count a row, and install the library's handler again if the function has replaced it. Fast."""
 
 
-class Unwatched:
-    """The `watch` of a run that is opened outside of a decorated function. It watches for no signal."""
+class NoSigterm:
+    """That of a run which is opened outside of a decorated function, where the library listens for no signal."""
 
     terminated = False
     terminated_at: float | None = None
@@ -60,7 +60,7 @@ class RunRequest(Record):
             the job's shape, its restarts, and the Flyte execution.
         read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.
         may_prompt: Whether this process may ask the user for a key in its terminal.
-        watch: Watches for SIGTERM. The handle calls its methods: `ClientHandle` does.
+        sigterm: What is known of SIGTERM. The handle calls its methods: `ClientHandle` does.
         deadline: When the run must be open, in seconds of `time.monotonic`.
         ask_to_stop: Asks the function to leave its loop, on all ranks. To be called, from any thread, when a user stops
             the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
@@ -76,7 +76,7 @@ class RunRequest(Record):
     run_metadata: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
-    watch: SigtermWatch
+    sigterm: Sigterm
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
     earlier: Sequence[Any] = ()

@@ -110,7 +110,7 @@ class ClientHandle(Handle):
         self._waiting: deque[Callable[[], object]] = deque()  # what was logged while it ended
         self._is_late = False  # whether something was logged since
         roles = None if prefix else request.config.roles
-        self._path = RowPath(title, self._gate, request.watch.before_row, self._values.clean, roles)
+        self._path = RowPath(title, self._gate, request.sigterm.before_row, self._values.clean, roles)
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._restart_count = restart_count_of(request) if request.plan.primary else 0
@@ -126,7 +126,7 @@ class ClientHandle(Handle):
 
     def end_limit(self) -> EndLimit:
         """Return how long an end lasts that begins now: while the service takes data, or until `kill_after_s`."""
-        limit = EndLimit(self._title, self.id, self.request.config, self.request.watch)
+        limit = EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
         if self._barrier is not None:
             limit.on_move = self._barrier.tell_moving
         return limit
@@ -454,7 +454,8 @@ def _end_interrupted(request: RunRequest, error: BaseException, end: Callable[[i
     exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     try:
         end(
-            TERMINATED if request.watch.terminated else exit_code, max(1.0, request.config.finish_timeout_s - _PASSED_S)
+            TERMINATED if request.sigterm.terminated else exit_code,
+            max(1.0, request.config.finish_timeout_s - _PASSED_S),
         )
     except Exception:
         logger.warning("%s: the run that was being opened could not be ended", request.plan.run_id, exc_info=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flyteplugins_tracking._util.handlers import HANDLERS
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking.trackers.base import SigtermWatch
+    from flyteplugins_tracking.trackers.base import Sigterm
     from flyteplugins_tracking.trackers.config import TrackingConfig
 
 logger = logging.getLogger(__name__)
@@ -44,21 +44,21 @@ class EndLimit:
             there is none. It is called in a thread, when nothing has moved for a while.
     """
 
-    def __init__(self, title: str, run_id: str, config: TrackingConfig, watch: SigtermWatch) -> None:
+    def __init__(self, title: str, run_id: str, config: TrackingConfig, sigterm: Sigterm) -> None:
         """Begin now.
 
         Args:
             title: The service's name in messages.
             run_id: The run's id in messages.
             config: The user's arguments.
-            watch: The run's watch for SIGTERM.
+            sigterm: What is known of SIGTERM.
         """
         self.left: Callable[[], str] = str
         self.on_move: Callable[[], object] = lambda: None
         self.asks: Callable[[], bool] | None = None
         self._asking: threading.Thread | None = None
         self._title, self._run_id = title, run_id
-        self._config, self._watch = config, watch
+        self._config, self._sigterm = config, sigterm
         self._limit_s, self._has_told = config.finish_timeout_s, False
         self._began = self._moved_at = self._grown_at = self._said_at = time.monotonic()
 
@@ -70,12 +70,12 @@ class EndLimit:
     @property
     def is_terminated(self) -> bool:
         """Whether SIGTERM has come."""
-        return self._watch.terminated_at is not None
+        return self._sigterm.terminated_at is not None
 
     @property
     def _signalled_at(self) -> float | None:
         """When the signal came that bounds the end; None if none has."""
-        return self._watch.terminated_at or HANDLERS.interrupted_at
+        return self._sigterm.terminated_at or HANDLERS.interrupted_at
 
     @property
     def until(self) -> float:
@@ -99,7 +99,7 @@ class EndLimit:
         """Why the end is over, in messages."""
         if self._signalled_at is None:
             return f"nothing has moved for {self._config.finish_limit}"
-        name = "Ctrl-C" if self._watch.terminated_at is None else "SIGTERM"
+        name = "Ctrl-C" if self._sigterm.terminated_at is None else "SIGTERM"
         return f"{name} has come, which leaves it {self._config.finish_limit}"
 
     def lasts(self) -> bool:

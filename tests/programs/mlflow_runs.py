@@ -95,7 +95,7 @@ def as_a_called_task() -> None:
     """Open the caller's run as a called Flyte 2 task does in its own pod, from what is passed on to it."""
     from flyteplugins_tracking import get_run
     from flyteplugins_tracking._rank.plan import plan
-    from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+    from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
     from flyteplugins_tracking.trackers.config import TrackingConfig
     from flyteplugins_tracking.trackers.registry import find_tracker
 
@@ -110,7 +110,7 @@ def as_a_called_task() -> None:
         run_metadata={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Unwatched(),
+        sigterm=NoSigterm(),
         deadline=time.monotonic() + 20,
     )
     handle = tracker.open(request)

@@ -17,7 +17,7 @@ import psutil
 from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, should_stop, tracking_init
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.pluto import TRACKER
 
@@ -224,7 +224,7 @@ def late() -> None:
         run_metadata={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Unwatched(),
+        sigterm=NoSigterm(),
         deadline=time.monotonic() + 60,
     )
     info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})

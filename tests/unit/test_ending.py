@@ -9,7 +9,7 @@ import pytest
 
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking.trackers import ending
-from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.ending import EndLimit
 
@@ -29,8 +29,8 @@ def clock(monkeypatch):
     return clock
 
 
-def limit_of(watch: Unwatched | None = None, kill_after_s: float = 30) -> EndLimit:
-    return EndLimit("A service", "x", TrackingConfig(kill_after_s=kill_after_s), watch or Unwatched())
+def limit_of(watch: NoSigterm | None = None, kill_after_s: float = 30) -> EndLimit:
+    return EndLimit("A service", "x", TrackingConfig(kill_after_s=kill_after_s), watch or NoSigterm())
 
 
 def test_an_ordinary_end_lasts_as_long_as_something_moves(clock):
@@ -56,7 +56,7 @@ def test_an_ordinary_end_lasts_as_long_as_something_moves(clock):
     ],
 )
 def test_a_sigterm_bounds_an_end_that_has_begun_and_one_that_begins(clock, began, terminated, until):
-    watch, start = Unwatched(), clock.now
+    watch, start = NoSigterm(), clock.now
     clock.now = start + began
     limit = limit_of(watch)
     watch.terminated_at = start + terminated
@@ -86,7 +86,7 @@ def test_ctrl_c_in_an_end_bounds_it_and_is_told_once(clock, monkeypatch, caplog)
 
 
 def test_with_little_time_before_the_kill_there_is_some_for_the_end(clock):
-    watch = Unwatched()
+    watch = NoSigterm()
     watch.terminated_at = clock.now
     limit = limit_of(watch, kill_after_s=1)
     assert limit.left_s == pytest.approx(0.5)

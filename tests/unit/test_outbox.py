@@ -20,7 +20,7 @@ from support.waiting import wait_until
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, Unwatched
+from flyteplugins_tracking.trackers.base import Handle, NoSigterm, RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import Journal, Line, encode, exit_code_in, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle, open_or_keep
@@ -64,7 +64,7 @@ names = itertools.count()
 
 def end_within(timeout_s: float) -> EndLimit:
     config = SimpleNamespace(finish_timeout_s=timeout_s, kill_after_s=2 * timeout_s, finish_limit="")
-    return EndLimit("A service", "x", config, Unwatched())
+    return EndLimit("A service", "x", config, NoSigterm())
 
 
 def new_outbox(directory: Path, service: Service | None, earlier: Any = ()) -> Outbox:
@@ -437,13 +437,13 @@ def test_a_close_goes_on_as_long_as_rows_are_taken(tmp_path, monkeypatch):
 def test_a_sigterm_ends_a_close_that_waits(tmp_path):
     service = Service()
     service.is_away.set()
-    limit, watch = end_within(LONGEST_S), Unwatched()
-    limit._watch = watch
+    limit, sigterm = end_within(LONGEST_S), NoSigterm()
+    limit._sigterm = sigterm
     outbox, results = new_outbox(tmp_path, service), list[bool]()
     put(outbox, range(3))
     closing = threading.Thread(target=lambda: results.append(outbox.close(limit)))
     closing.start()
-    watch.terminated_at = limit.until - 2.6 * LONGEST_S  # so long ago that SIGKILL is due
+    sigterm.terminated_at = limit.until - 2.6 * LONGEST_S  # so long ago that SIGKILL is due
     closing.join(LONGEST_S / 2)
     assert results == [False]
     outbox.keep()

@@ -149,7 +149,7 @@ def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(monkey
 
 def _request(run_id: str) -> Any:
     from flyteplugins_tracking._rank.plan import RunPlan
-    from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+    from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
 
     return RunRequest(
         plan=RunPlan(opens=True, run_id=run_id, primary=True, writers=1),
@@ -160,7 +160,7 @@ def _request(run_id: str) -> Any:
         run_metadata={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Unwatched(),
+        sigterm=NoSigterm(),
         deadline=time.monotonic() + 1,
     )
 

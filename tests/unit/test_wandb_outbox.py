@@ -19,7 +19,7 @@ from wandb_files import StoredRun, read_run
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.files import is_own_file
 from flyteplugins_tracking.trackers import journal as files
-from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
@@ -76,7 +76,7 @@ def handle_of(run) -> WandbHandle:
     )
     request = SimpleNamespace(
         config=config,
-        watch=Unwatched(),
+        sigterm=NoSigterm(),
         plan=RunPlan(opens=True, primary=True),
         run_metadata={"tracking_init": {"restart_count": 1}},
     )

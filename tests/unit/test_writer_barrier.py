@@ -12,7 +12,7 @@ from flyteplugins_tracking import DistributedInfo, RunPlan
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking.trackers import barrier
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
-from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.ending import EndLimit
 
 torch = pytest.importorskip("torch")
@@ -30,7 +30,7 @@ def barriers(store):
 
 def missing(primary, timeout_s=0.1):
     config = SimpleNamespace(finish_timeout_s=timeout_s, kill_after_s=2 * timeout_s, finish_limit="0.1 s")
-    return primary.wait(EndLimit("A service", "run", config, Unwatched()))
+    return primary.wait(EndLimit("A service", "run", config, NoSigterm()))
 
 
 def test_a_writer_that_has_left_is_not_waited_for_even_if_the_primary_enters_later(store):

@@ -29,7 +29,7 @@ Other exceptions, as of a DataLoader's handler for SIGCHLD, do not change how th
 SystemExit(143).
 
 May enter: the handling of signals. Must not: a vendor, a rank, another module's name. A listener ends runs through
-functions that it is given; a tracker sees its `request.watch` and nothing else of this package.
+functions that it is given; a tracker sees its `request.sigterm` and nothing else of this package.
 """
 
 from flyteplugins_tracking._runs.sigterm.base import ForkMask as ForkMask

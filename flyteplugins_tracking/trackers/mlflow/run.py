@@ -127,7 +127,7 @@ class MlflowHandle(OutboxHandle):
         """Send params or tags in the background, in order with the rows."""
         if self._gate.refuses():
             return
-        self.request.watch.before_row()
+        self.request.sigterm.before_row()
         texts = {str(key): str(value) for key, value in values.items()}  # the server has only strings
         self.put({"call": method, "args": [texts], "kwargs": {}})
 

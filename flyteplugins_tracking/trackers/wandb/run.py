@@ -106,7 +106,7 @@ class WandbHandle(Handle):
         self._drawn: dict[str, Callable[[Any], Any]] = {}  # definitions too, by their keys
         self._said: dict[str, dict[str, Any]] = {"config": {}, "summary": {}, "run": {}, "files": {}}
         roles = None if self.prefix else request.config.roles
-        self._path = RowPath("W&B", self._gate, request.watch.before_row, self._make_row, roles)
+        self._path = RowPath("W&B", self._gate, request.sigterm.before_row, self._make_row, roles)
         # The keys of the config that this attempt has not set yet, and an earlier one has.
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
@@ -222,7 +222,7 @@ class WandbHandle(Handle):
         """Call another one of the run's methods. If the run has ended, keep what can be kept."""
         if os.getpid() != self._pid:
             return method(self.run, *args, **kwargs)
-        self._request.watch.before_row()
+        self._request.sigterm.before_row()
         if method.__name__ == "define_metric":
             self._definitions.append(lambda run: method(run, *args, **kwargs))
         result: Any = self._gate.call(
@@ -379,7 +379,7 @@ class WandbHandle(Handle):
         """Keep what is told at the end of a run."""
 
     def _end_limit(self) -> EndLimit:
-        return EndLimit("W&B", self.id, self._request.config, self._request.watch)
+        return EndLimit("W&B", self.id, self._request.config, self._request.sigterm)
 
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""

@@ -213,8 +213,8 @@ class SharedHandle(WandbHandle):
 
     def _end(self, exit_code: int) -> None:
         if (left := roles.left_rows(self.run)) is not None:
-            watch, is_stopped = self._request.watch, exit_code in (TERMINATED, INTERRUPTED)
-            left.finish(self._request.config.finish_timeout_s, until=lambda: is_stopped or watch.terminated)
+            sigterm, is_stopped = self._request.sigterm, exit_code in (TERMINATED, INTERRUPTED)
+            left.finish(self._request.config.finish_timeout_s, until=lambda: is_stopped or sigterm.terminated)
         if self._writer is not None:
             self._writer.end(exit_code)
         super()._end(exit_code)
