@@ -122,7 +122,7 @@ def test_signals_while_the_run_is_closed(tmp_path, case, sent, expected):
         process = jobs.start([sys.executable, str(PROGRAM), "in_closing", case], tmp_path, server.environment)
         with server.failing(Fault.mute("filestream")) as fault:
             server.wait_for(lambda: fault.hits, 120)
-            wait_until((tmp_path / "ended").exists, process)
+            wait_until((tmp_path / "closing").exists, process)
             for number in sent:
                 os.kill(process.pid, number)
         done = jobs.finish(process, tmp_path)

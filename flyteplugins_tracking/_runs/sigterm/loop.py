@@ -142,6 +142,7 @@ class LoopListener(SigtermListener):
     def _end_process(self, is_first: bool) -> None:  # noqa: ARG002
         signal.signal(SIGNAL, signal.SIG_DFL)
         os.kill(os.getpid(), SIGNAL)
+        time.sleep(ANSWER_S)  # another thread may take the signal, a moment later
         end_process()  # process 1 of a container survives the default action
 
     # In the ender
@@ -152,7 +153,8 @@ class LoopListener(SigtermListener):
         self._signal_until(max(ANSWER_S, self._left_s() + CLOSING_S), lambda: not self._closing)
         self._may_act = True
         self._signal_main_thread()
-        self._signal_until(ANSWER_S, lambda: self._has_acted)
+        if self._signal_until(ANSWER_S, lambda: self._has_acted):
+            time.sleep(2 * ANSWER_S)  # the main thread ends the process
         end_process()
 
 
