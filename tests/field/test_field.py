@@ -222,12 +222,12 @@ def faults_of(script: Script) -> list[str]:
 
 
 def tier_of(form: Callable[[str], list[str]], number: int, name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Each script meets two faults in `make test-all`, and another one under the command `run`; all, in `test-wide`."""
+    """Each script meets a fault in `make test`, and one under `run` in `make test-all`; all, in `make test-wide`."""
     script = SCRIPTS[name]
     faults = faults_of(script)
     if fault == (script.brief if form is moved else "exception" if name == "module_level" else ""):
         return ()
-    is_next = fault == faults[(number + (form is moved)) % len(faults)]
+    is_next = form is under_run and fault == faults[number % len(faults)]
     return (pytest.mark.full if is_next else pytest.mark.wide,)
 
 
