@@ -10,15 +10,12 @@ On a rank without a run, the call returns a run that does nothing. A call that a
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.trackers.client import warn_of_placed
+from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.config import is_disabled
 from flyteplugins_tracking.trackers.wandb import inactive, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
@@ -39,32 +36,25 @@ def join_calls() -> None:
     """Have `wandb.init` join the runs of decorated functions from now on. Called when `wandb` is loaded."""
     import wandb
 
-    if not hasattr(wandb.init, vendor.ORIGINAL):
-        replace_function(wandb.init, _joining(wandb.init))
+    client.join_calls(wandb.init, _join)
 
 
-def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> Any:
-        given = {name: value for name, value in signature.bind(*args, **kwargs).arguments.items() if value is not None}
-        run, is_another = _latest_run(), _asks_for_another(given)
-        handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
-        if handle is None or handle.is_parents:
-            is_off = inactive.ranks and not is_another and (run is None or run.disabled)
-            return _without_effect(original, given) if is_off else original(*args, **kwargs)
-        if run.disabled and is_another:  # the decorator's mode="disabled" is for all that its function does
-            return original(**{**given, "mode": "disabled"})
-        if is_another or (_setting(given, "mode") == "disabled" and not run.disabled):
-            return original(*args, **kwargs)
-        if not run.disabled:
-            _patch(run, given)
-        _describe(handle, given)
-        return run
-
-    setattr(init, vendor.ORIGINAL, original)
-    return init
+def _join(arguments: Mapping[str, Any]) -> Any:
+    """Return the run for a call of `wandb.init`; None if it is W&B's own."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    run, is_another = _latest_run(), _asks_for_another(given)
+    handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
+    if handle is None or handle.is_parents:
+        is_off = inactive.ranks and not is_another and (run is None or run.disabled)
+        return _without_effect(given) if is_off else None
+    if run.disabled and is_another:  # the decorator's mode="disabled" is for all that its function does
+        return vendor.init(**{**given, "mode": "disabled"})
+    if is_another or (_setting(given, "mode") == "disabled" and not run.disabled):
+        return None
+    if not run.disabled:
+        _patch(run, given)
+    _describe(handle, given)
+    return run
 
 
 def _latest_run() -> Any:
@@ -87,7 +77,7 @@ def _asks_for_another(given: Mapping[str, Any]) -> bool:
     return reinit in _ANOTHER
 
 
-def _without_effect(original: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+def _without_effect(given: Mapping[str, Any]) -> Any:
     rank = inactive.ranks[-1]
     if rank < 2 and not is_disabled():  # one or two of the job's ranks say so
         text = (
@@ -95,7 +85,7 @@ def _without_effect(original: Callable[..., Any], given: Mapping[str, Any]) -> A
             "For a run of each rank, pass run_mode='new' to tracking_init, or reinit='create_new' to wandb.init"
         )
         _warn_once("rank", text, rank)
-    return original(**{**given, "mode": "disabled"})
+    return vendor.init(**{**given, "mode": "disabled"})
 
 
 def remove_without_effect() -> None:
@@ -133,7 +123,7 @@ def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
         if new:
             run.tags = (*(run.tags or ()), *dict.fromkeys(new))
     if not run.disabled and (request.plan.first or request.plan.role is not None):
-        warn_of_placed(handle.warn_once, "W&B", "wandb.init", run.id, kept)
+        client.warn_of_placed(handle.warn_once, "W&B", "wandb.init", run.id, kept)
 
 
 def _add_config(run: Any, own: Any, given: Mapping[str, Any]) -> Iterator[str]:

@@ -55,8 +55,6 @@ KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
 # The methods that end the run.
 ENDINGS = ("finish", "__exit__")
-# The attribute of `wandb.init` with W&B's own function, once `inner` has put another one in its place.
-ORIGINAL = "_flyteplugins_tracking_original"
 # The functions of the module `wandb` that are methods of `wandb.run`.
 _GLOBALS = (
     *("config", "summary", "log", "save", "use_artifact", "log_artifact", "define_metric", "alert", "watch", "unwatch"),
@@ -341,9 +339,8 @@ def is_outage(error: BaseException) -> bool:
 
 
 def init(**arguments: Any) -> Any:
-    """Call W&B's own `wandb.init`, in spite of `inner.join_calls`."""
-    function = importlib.import_module("wandb").init
-    return getattr(function, ORIGINAL, function)(**arguments)
+    """Call W&B's own `wandb.init`, in spite of `client.join_calls`."""
+    return inspect.unwrap(importlib.import_module("wandb").init)(**arguments)
 
 
 def parse_config(config: Any, exclude: Any = None, include: Any = None) -> Mapping[str, Any]:
