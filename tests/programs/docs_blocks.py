@@ -24,7 +24,8 @@ def main(results: Path, files: list[Path]) -> None:
 
 def run(file: Path) -> dict[str, Any]:
     output, error, runs = io.StringIO(), None, stored_runs()
-    environment, path, modules = dict(os.environ), list(sys.path), set(sys.modules)
+    environment, path, modules, arguments = dict(os.environ), list(sys.path), set(sys.modules), sys.argv
+    sys.argv = [str(file)]
     os.chdir(file.parent)
     sys.path.insert(0, str(file.parent))
     try:
@@ -37,7 +38,7 @@ def run(file: Path) -> dict[str, Any]:
     for name in set(sys.modules) - modules:  # the next page may have a file of the same name
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == file.parent:
             del sys.modules[name]
-    sys.path[:] = path
+    sys.path[:], sys.argv = path, arguments
     os.environ.clear()
     os.environ.update(environment)
     return {"output": output.getvalue(), "error": error, "runs": sorted(stored_runs() - runs)}

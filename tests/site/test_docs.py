@@ -61,6 +61,8 @@ RUNS = {
     "docs/index/train.py": 1,
     "docs/guides/restarts/restarts.py": 1,
     "docs/guides/move/configured.py": 2,
+    "docs/guides/move/options.py": 1,
+    "docs/guides/move/patterns.py": 1,
     "docs/guides/ranks/prefixed.py": 1,
     "docs/guides/ranks/last_rank.py": 1,
     "docs/guides/all-ranks/statistics_only.py": 1,

@@ -65,5 +65,11 @@ def test_a_title_of_the_right_page_has_the_words_that_a_user_types(site, words):
     assert first == {SEARCHES[words]}
 
 
+def test_moving_a_script_is_the_first_guide():
+    guides = re.search(r"- Guides:\n *- (.+): (.+)\n", (ROOT / "mkdocs.yml").read_text())
+    assert guides
+    assert guides.groups() == ("Move your script", "guides/move.md")
+
+
 def is_titled(entry: Mapping[str, Any], words: Sequence[str]) -> bool:
     return set(words) <= set(re.findall(r"\w+", entry["title"].lower()))
