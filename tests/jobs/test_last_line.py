@@ -43,6 +43,16 @@ def test_wandbs_viewer_shows_the_rows_of_all_nodes(tmp_path):
     assert_viewer_shows(f"{PROGRAMS}/{view}", tmp_path, re.escape("[2 items]"), f"ID: {RUN_ID}", "row", "attempt")
 
 
+def test_wandbs_own_last_lines_name_the_command_that_knows_all_rows(tmp_path):
+    """`wandb sync` does not know the rows that are kept beside W&B's file."""
+    program = jobs.train(tracking={"project": "p", "id": RUN_ID}, rows=2)
+    done = jobs.run([sys.executable, *program], tmp_path, {"WANDB_SILENT": "false"})
+    (directory,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert "You can sync this run" in done.output
+    assert "wandb sync" not in done.output
+    assert done.output.count(f"flyteplugins-tracking send {directory}") == 2
+
+
 def assert_viewer_shows(command: str, directory: Path, *patterns: str) -> None:
     """Open the viewer, up to three times: on a busy machine W&B's sometimes lists the runs and never selects one."""
     for is_last in (False, False, True):

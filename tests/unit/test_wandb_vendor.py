@@ -225,6 +225,7 @@ WITHOUT = {
     "ask_again_at_exit": (lambda: vendor.ask_again_at_exit(), None),
     "row_method": (lambda: vendor.row_method(SimpleNamespace), None),
     "set_resumed": (lambda: vendor.set_resumed(RUN, True), None),
+    "replace_sync_command": (lambda: vendor.replace_sync_command(RUN, str), None),
     "set_config": (lambda: vendor.set_config(RUN, {}), None),
     "outside_sweep": (lambda: vendor.outside_sweep().__enter__(), TrackerNotInstalledError),
     "without_service": (lambda: vendor.without_service(RUN), TrackerNotInstalledError),

@@ -296,6 +296,8 @@ class WandbHandle(Handle):
         vars(self.run)[HANDLE] = self
         guard(self.run, self.is_shared)
         vendor.set_global_run(self.run)
+        if self.files is not None and self.run.offline:
+            vendor.replace_sync_command(self.run, lambda: self._command)
 
     def _let_go(self) -> None:
         if self._is_ours:

@@ -528,6 +528,18 @@ def set_resumed(run: Any, is_retry: bool) -> None:
         run._settings.resumed = is_retry or (run.resumed and run.starting_step > 0)
 
 
+def replace_sync_command(run: Any, command: Callable[[], str]) -> None:
+    """Have the last lines of an offline run name `command` and not `wandb sync`, which does not know all rows."""
+    with _optional("the last lines of an offline run name wandb sync; use flyteplugins-tracking send"):
+        show, replaced = run._printer.display, f"wandb sync {run.settings.sync_dir}"
+
+        def display(text: Any, **options: Any) -> None:
+            lines = [text] if isinstance(text, str) else text
+            show([line.replace(replaced, command()) if replaced in line else line for line in lines], **options)
+
+        run._printer.display = display
+
+
 def config_changes(method: str, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
     """Return the values by key that a call of a method of a run's config sets, which raises if it cannot say."""
     if method != "update":
