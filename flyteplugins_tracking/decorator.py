@@ -74,8 +74,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         function: The function or task, if the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
             point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
-        run_mode: Which ranks have a run. "auto": one run, on the primary rank. "new": a run for every rank. "shared":
-            one run that all ranks log to; the primary rank ends it.
+        run_mode: Which ranks have a run. "auto": one run, on the primary rank, which is rank 0 unless `primary_rank`
+            names another one. "new": a run for every rank. "shared": one run that all ranks log to; the primary rank
+            ends it.
         rank_scope: Whether `run_mode` holds once for the job ("global") or once for each worker ("worker"), which is a
             node.
         primary_rank: The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative

@@ -91,8 +91,8 @@ class TrackingConfig(Record):
     `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`."""
 
     run_mode: RunMode = "auto"
-    """Which ranks have a run. "auto": one run, on the primary rank. "new": a run for every rank. "shared": one run that
-    all ranks log to; the primary rank ends it."""
+    """Which ranks have a run. "auto": one run, on the primary rank, which is rank 0 unless `primary_rank` names another
+    one. "new": a run for every rank. "shared": one run that all ranks log to; the primary rank ends it."""
 
     rank_scope: RankScope = "global"
     """Whether `run_mode` holds once for the job ("global") or once for each worker ("worker"), which is a node."""
