@@ -42,6 +42,7 @@ from flyteplugins_tracking.trackers.vendor_parts import client_version, known_fa
 
 _OWN = "flyteplugins-tracking"
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
+_EXAMPLE = "example: srun python -m flyteplugins_tracking doctor --tracker wandb"
 _DEFAULT = "wandb"
 # How long a server may take to answer.
 _ANSWER_S = 5.0
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Each rank examines its own process and machine. Rank 0 prints all; the others their problems, with their rank before
     each line. With `--json` each rank prints one document, which docs/reference/commands.md describes.
     """
-    parser = argparse.ArgumentParser("flyteplugins-tracking doctor", description=__doc__)
+    parser = argparse.ArgumentParser("flyteplugins-tracking doctor", description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     tracker_help = "examine only this tracker; a problem with it is an error"
     parser.add_argument("--tracker", metavar="NAME", choices=names_of_trackers(), help=tracker_help)

@@ -47,11 +47,12 @@ _HEADER: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("arguments", "run_metadata"), dict),
 }
 _LONGEST_ID = 200
+_EXAMPLE = "example: flyteplugins-tracking send wandb"
 
 
 def main(arguments: list[str]) -> int:
     """Send the run of each directory, and return the exit status of the process. It can be repeated."""
-    parser = argparse.ArgumentParser("flyteplugins-tracking send", description=__doc__)
+    parser = argparse.ArgumentParser("flyteplugins-tracking send", description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     try:
         given = parser.parse_args(arguments)

@@ -641,8 +641,10 @@ def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):
         (["--help"], "torchrun --nproc-per-node=2 -m flyteplugins_tracking run --project llm train.py"),
         (["--version"], "flyteplugins-tracking 0."),
         (["doctor", "--help"], "usage: flyteplugins-tracking doctor"),
+        (["doctor", "--help"], "example: srun python -m flyteplugins_tracking doctor --tracker wandb"),
         (["run", "--help"], "example: torchrun --nproc-per-node=8 -m flyteplugins_tracking run"),
         (["send", "--help"], "usage: flyteplugins-tracking send"),
+        (["send", "--help"], "example: flyteplugins-tracking send wandb"),
     ],
 )
 def test_the_command_line_says_what_there_is(capsys, monkeypatch, arguments, shown):
