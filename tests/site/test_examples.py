@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -351,6 +352,32 @@ def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_pa
     assert done.returncode == 0, done.output
     assert_one_run(done, "torchelastic")
     assert done.runs[0].id == "slurm-7-batch"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("slurm/*.sbatch")), ids=lambda path: path.name)
+def test_a_batch_script_is_one_for_bash(path):
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+
+
+@pytest.mark.parametrize(("left_s", "exit_code"), [(500, 0), (3600, 0), (500, 1)])
+def test_a_job_is_requeued_that_has_stopped_before_its_time_limit(tmp_path, left_s, exit_code):
+    """`srun` and `scontrol` are replaced: no torchrun is started."""
+    scontrol = f"#!/bin/sh\n[ $1 = requeue ] && echo $2 >> {tmp_path}/requeued || echo node-0\n"
+    for name, code in {"srun": f"#!/bin/sh\necho $@\nexit {exit_code}\n", "scontrol": scontrol}.items():
+        (tmp_path / name).write_text(code)
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node-[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_END_TIME": str(int(time.time()) + left_s),
+    }
+    done = jobs.run(["bash", "-u", EXAMPLES / "slurm" / "preempted.sbatch"], tmp_path, env)
+    assert done.returncode == exit_code
+    assert "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node-0:29500" in done.output
+    requeued = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else ""
+    assert requeued == ("7\n" if (left_s, exit_code) == (500, 0) else "")
 
 
 def test_three_processes_log_to_one_run(tmp_path, server):
