@@ -5,6 +5,7 @@ VENV ?= .venv
 # Half of the tests' time is waiting: for a rendezvous, a server that is down, a process that is told to end.
 WORKERS ?= 4
 ENGINES ?= .venv-engines
+RELEASE ?= .venv-release
 BIN := $(VENV)/bin
 # Where it is set, each process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/|/kubernetes/aio/' $(VENV)/lib || true
 
-.PHONY: demo test test-all test-wide test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
+.PHONY: demo test test-all test-wide test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel release-check clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -89,6 +90,10 @@ lint: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel --outdir dist .
 
+# Before a release: the tag, the changelog, the sdist, the wheel out of it, and the README as the package index shows it.
+release-check: $(RELEASE)/.installed
+	@$(RELEASE)/bin/python .ci/release_check.py
+
 # torch first and by itself, at exactly the pinned version: what depends on it would take the newest one.
 # PyPI's torch for Linux brings CUDA along. pip takes the CPU build if PIP_EXTRA_INDEX_URL names an index that has it.
 $(TORCH): pyproject.toml constraints.txt
@@ -121,5 +126,10 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 	@$(ENGINES)/bin/python -m compileall -qq -j 0 $(ENGINES)/lib || true
 	@touch $@
 
+$(RELEASE)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/pip install -qq build hatchling 'hatch-fancy-pypi-readme>=24.1' twine -c constraints.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(ENGINES) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(ENGINES) $(RELEASE) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
