@@ -16,6 +16,7 @@ commands, each with --help:
            torchrun --nproc-per-node=2 -m flyteplugins_tracking run --project llm train.py
   send     send what local directories have and their services have not
            flyteplugins-tracking send wandb
+           flyteplugins-tracking send --watch /shared/llm: live, from a login node
 
   --version
 """

@@ -1,7 +1,7 @@
-"""Draws which ranks have a run, in each mode and scope: `python docs/modes/draw.py` makes the SVG file beside it.
+"""Draws which ranks have a run, in each mode and scope, and `send --watch`: makes the SVG files beside this one.
 
-Everything in it comes from `plan()`, for 2 workers of 4 ranks. It has its own background, light or dark as the
-reader's system is. On a phone of 390 pixels its smallest text is at least 11 pixels high.
+The first has everything from `plan()`, for 2 workers of 4 ranks. They have their own background, light or dark as the
+reader's system is. On a phone of 390 pixels the smallest text is at least 11 pixels high.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 def drawings() -> dict[str, str]:
     """The drawings, by the names of their files."""
-    return {"overview.svg": overview()}
+    return {"overview.svg": overview(), "live.svg": live()}
 
 
 def svg(height: int, title: str, parts: Iterator[str]) -> str:
@@ -72,6 +72,34 @@ def overview() -> str:
 
     title = "Which ranks of 2 workers of 4 have a run, in each mode and scope. One colour is one run."
     return svg(len(modes) * (TILE_HEIGHT + TILE_GAP) - TILE_GAP, title, parts())
+
+
+# The places that a row passes on its way from a node without a network, and what passes it on.
+PLACES = (
+    ("compute node", "no network: train.py calls log()", "W&B's own file, or tracking-offline/"),
+    ("shared disk", "what is not sent yet", "each row within 30 s, and the state"),
+    ("login node", "flyteplugins-tracking send --watch", "HTTPS"),
+    ("service", "running, finished, failed, preempted", ""),
+)
+PLACE_HEIGHT, WAY = 54, 34
+
+
+def live() -> str:
+    """The picture of `send --watch`."""
+
+    def parts() -> Iterator[str]:
+        for row, (name, text, way) in enumerate(PLACES):
+            y = row * (PLACE_HEIGHT + WAY)
+            yield f'<rect class="paper" x="0" y="{y}" width="{WIDTH}" height="{PLACE_HEIGHT}" rx="8"/>'
+            yield f'<text class="ink" x="{MARGIN}" y="{y + 23}" font-weight="600">{name}</text>'
+            yield f'<text class="faint" x="{MARGIN}" y="{y + 42}">{escape(text)}</text>'
+            if way:
+                top, end = y + PLACE_HEIGHT + 4, y + PLACE_HEIGHT + WAY - 4
+                yield f'<path class="frame" d="M{MARGIN * 2} {top}V{end}m-4 -5l4 5l4 -5"/>'
+                yield f'<text class="faint" x="{MARGIN * 3}" y="{top + 17}">{escape(way)}</text>'
+
+    title = "From a compute node without a network over the shared disk and the login node to the service"
+    return svg(len(PLACES) * (PLACE_HEIGHT + WAY) - WAY, title, parts())
 
 
 def tile(at: tuple[int, int], mode: RunMode, scope: RankScope) -> Iterator[str]:

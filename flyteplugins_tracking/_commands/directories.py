@@ -31,6 +31,11 @@ def has_unsent(directory: Path) -> bool:
     return bool(files_in(directory)) or wandb_files.is_unsent(directory)
 
 
+def unsent_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the directories in and below others that have what was not sent yet, also those that are written."""
+    return [path for path in Found(paths, is_watched=True).runs if has_unsent(path)]
+
+
 class Found:
     """The directories of runs in and below those that were given.
 
@@ -39,8 +44,14 @@ class Found:
         texts: What is to be said of the directories that have none.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Look for them. Below a given directory, those count that have something to send."""
+    def __init__(self, paths: Sequence[Path], *, is_watched: bool = False) -> None:
+        """Look for them. Below a given directory, those count that have something to send.
+
+        Args:
+            paths: The directories.
+            is_watched: Whether those count too to which a process may still log.
+        """
+        self._is_watched = is_watched
         self.runs: dict[Path, Path] = {}
         self.texts: list[str] = []
         self._looked_at = 0  # below the present one of the given directories
@@ -58,7 +69,7 @@ class Found:
         runs = list(self._runs_below(path, {path.resolve()}, depth=0))
         wanted = [run for run in runs if has_unsent(run)]
         for run in wanted:
-            if wandb_files.may_be_written(run):
+            if not self._is_watched and wandb_files.may_be_written(run):
                 self._written.append(run)
             else:
                 self.runs.setdefault(run.resolve(), run)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from flyteplugins_tracking._commands.directories import SENT, Found
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -47,18 +47,34 @@ _HEADER: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("arguments", "run_metadata"), dict),
 }
 _LONGEST_ID = 200
-_EXAMPLE = "example: flyteplugins-tracking send wandb"
+_EXAMPLE = "examples: flyteplugins-tracking send wandb; on a login node: flyteplugins-tracking send --watch /shared/llm"
 
 
 def main(arguments: list[str]) -> int:
     """Send the run of each directory, and return the exit status of the process. It can be repeated."""
     parser = argparse.ArgumentParser("flyteplugins-tracking send", description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="send what is there, and end: the default")
+    how.add_argument("--watch", action="store_true", help="stay, and send what runs log while they log it")
+    parser.add_argument(
+        "--interval", type=_seconds, default=15.0, metavar="S", help="with --watch: seconds between looks"
+    )
+    killed_help = "with --watch: seconds after its last sign of life when a run's process counts as killed"
+    parser.add_argument("--killed-after", type=_seconds, default=120.0, metavar="S", help=killed_help)
+    until_help = "with --watch: end when no run is open and all is sent"
+    parser.add_argument("--until-done", action="store_true", help=until_help)
+    from flyteplugins_tracking._commands import watch
+
     try:
         given = parser.parse_args(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
+        if given.watch:
+            return watch.watch(given.directories, given.interval, given.killed_after, until_done=given.until_done)
+        for path in given.directories:
+            watch.require_unwatched(path)
         found = Found(given.directories)
         for text in chain(found.texts, _send(list(found.runs.values()))):
             sys.stdout.write(f"{text}\n")
@@ -69,13 +85,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < threading.TIMEOUT_MAX:
+        raise ValueError(text)
+    return value
+
+
 def _send(paths: Sequence[Path]) -> Iterator[str]:
     of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
     failed: list[str] = []
     others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
     for path in [*others, *of_wandb]:
         try:
-            yield wandb_files.send(path, of_wandb) if path in of_wandb else _send_directory(path)
+            yield wandb_files.send(path, of_wandb) if path in of_wandb else send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
@@ -88,14 +111,14 @@ def _is_of_role(path: Path) -> bool:
     return any(isinstance(one, dict) and one.get("role") is not None for one in arguments)
 
 
-def _send_directory(directory: Path) -> str:
+def send_directory(directory: Path) -> str:
     """Send a run from its directory, and remove what is sent. Returns what was sent, in words.
 
     Raises:
         TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.
         ValueError: `directory` is not that of a run.
     """
-    journals = _journals_in(directory)
+    journals = journals_in(directory)
     if any(journal.is_open() for journal in journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     is_begun = is_own_file(directory / SENT)
@@ -105,12 +128,10 @@ def _send_directory(directory: Path) -> str:
         raise ValueError(
             f"{directory} has nothing of a run" if directory.is_dir() else f"{directory} is not a directory"
         )
-    for journal in left:
-        for variable, address in servers_in(journal.header["arguments"]).items():
-            require_server(directory, variable, address, os.environ.get(variable))
+    require_servers(directory, left)
     touch_own(directory / SENT)
     kept_again = {directory}
-    attempts, rejected = list(_attempts(left)), 0
+    attempts, rejected = list(attempts_of(left)), 0
     for attempt in attempts:
         directories, rows = _send_attempt(attempt, ends_run=attempt is attempts[-1])
         kept_again |= directories
@@ -129,6 +150,17 @@ def _send_directory(directory: Path) -> str:
     )
 
 
+def require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None:
+    """Refuse journals of a server that is not set up here.
+
+    Raises:
+        TrackerUnavailableError: There is one.
+    """
+    for journal in journals:
+        for variable, address in servers_in(journal.header["arguments"]).items():
+            require_server(directory, variable, address, os.environ.get(variable))
+
+
 def _remove_empty(directory: Path) -> None:
     """Remove what has nothing to send."""
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
@@ -137,7 +169,7 @@ def _remove_empty(directory: Path) -> None:
     remove_torn(directory)
 
 
-def _journals_in(directory: Path) -> list[StoredJournal]:
+def journals_in(directory: Path) -> list[StoredJournal]:
     """Return the journals of a run.
 
     Raises:
@@ -153,7 +185,7 @@ def _journals_in(directory: Path) -> list[StoredJournal]:
     return journals
 
 
-def _attempts(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:
+def attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:
     """Yield the journals that are sent together: those of the ranks of one attempt, its primary's first."""
     for attempt in dict.fromkeys(journal.header["attempt"] for journal in journals):
         together = [journal for journal in journals if journal.header["attempt"] == attempt]
@@ -169,7 +201,7 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple
     Returns:
         The directories in which the tracker may have kept rows again, and how many rows the service has rejected.
     """
-    handle = _open(journals[0].header, journals)
+    handle = open_run(journals)
     handle.ends_run, rejected = ends_run and handle.request.plan.role is None, 0
     if isinstance(handle, OutboxHandle):
         handle.wait(handle.request.config.finish_timeout_s)
@@ -184,7 +216,13 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple
     return set(map(Path, handle.unsent())), rejected
 
 
-def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> ClientHandle:
+def open_run(earlier: Sequence[StoredJournal], *, follows: bool = False) -> ClientHandle:
+    """Open the run of these journals, which are of one attempt, at its service.
+
+    Raises:
+        TrackerUnavailableError: The service cannot be used.
+    """
+    header = earlier[0].header
     tracker = find_tracker(header["tracker"])
     arguments = arguments_to_send(header["arguments"])
     config = TrackingConfig.from_arguments({**arguments, "tracker": header["tracker"]})
@@ -203,6 +241,7 @@ def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> Client
             sigterm=NoSigterm(),
             deadline=time.monotonic() + config.init_timeout_s,
             earlier=earlier,
+            follows=follows,
         )
     )
     if not isinstance(handle, ClientHandle):

@@ -66,6 +66,7 @@ class RunRequest(Record):
             the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
             not use `should_stop()`, or if the ranks do not agree.
         earlier: The journals that `send` sends with this run. Empty in a job: there the handle looks on this disk.
+        follows: Whether other processes may still write them: `OutboxHandle.follow` sends what they write.
     """
 
     plan: RunPlan
@@ -80,6 +81,7 @@ class RunRequest(Record):
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
     earlier: Sequence[Any] = ()
+    follows: bool = False
 
     @property
     def group(self) -> str | None:
@@ -119,7 +121,12 @@ class RunRequest(Record):
 
     @property
     def measures_node(self) -> bool:
-        """Whether this rank logs metrics of the system: one of each node does, and no task that continues a run."""
+        """Whether this rank logs metrics of the system: one of each node does.
+
+        A task that continues a run does not, and who sends what others have logged.
+        """
+        if self.earlier:
+            return False
         is_placed = self.info is not None and self.info.local_rank is not None
         return self.leads_node if is_placed else self.plan.primary
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_file, open_own
+from flyteplugins_tracking._util.files import is_own_file, open_own, own_text, replace_whole
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -53,6 +54,8 @@ _HEADER, _ACKNOWLEDGED = b"header", b"acknowledged"
 _CRC_SIZE, _LONGEST_NUMBER = 8, 20
 # The longest line that is read, in bytes: a file that is none of ours may have no newline.
 _LONGEST_LINE = 256_000_000
+# How many lines of a journal that is written are sent together.
+_MOST_LINES = 1000
 # How much a process reads of its own journal at once, in bytes.
 _CHUNK = 1_000_000
 # Services have steps of 64 bits, and the next step needs room. A row's time is below this, in seconds since the epoch:
@@ -71,6 +74,20 @@ class Entry(NamedTuple):
 
     data: bytes
     number: int
+
+
+class Sent(NamedTuple):
+    """How much of a journal was sent while it was written.
+
+    Attributes:
+        records: How many records.
+        last_step: The run's last step then: a row without a step gets the next one. None if it is not known.
+        position: Where they end in the file; 0 if that is not known.
+    """
+
+    records: int = 0
+    last_step: int | None = None
+    position: int = 0
 
 
 class Journal(PerProcess):
@@ -267,7 +284,7 @@ class StoredJournal:
 
         A damaged line is left out, with a warning. Raises nothing.
         """
-        acknowledged = damaged = 0
+        acknowledged, damaged = self.sent().records, 0
         for name, count in _parsed(self.path):
             damaged += not name
             if name == _ACKNOWLEDGED and _is_number(count):
@@ -279,7 +296,43 @@ class StoredJournal:
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines of these records. One that is no line is left out: its writer was no version of this."""
-        return lines_of(self.name, self.entries())
+        return _with_steps(lines_of(self.name, self.entries()), self.sent().last_step)
+
+    def sent(self) -> Sent:
+        """Return what a sender has sent while the journal was written."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            noted = json.loads(own_text(self._note) or "{}")
+            return Sent(int(noted["acknowledged"]), int(noted["step"]))
+        return Sent()
+
+    def note(self, sent: Sent) -> None:
+        """Keep what is sent, before what follows is: whoever sends that again gives it the same steps."""
+        replace_whole(self._note, encode({"acknowledged": sent.records, "step": sent.last_step}))
+
+    def new_lines(self, sent: Sent, *, is_written: bool) -> tuple[list[Line], Sent]:
+        """Return lines that have come since, at most 1,000, and where they end: `sent` itself if there are none.
+
+        Args:
+            sent: What was sent.
+            is_written: Whether a process still writes: what looks damaged has not been written completely.
+        """
+        entries, position = list[Entry](), sent.position
+        with open(open_own(self.path), "rb") as file:
+            file.seek(position)
+            while len(entries) < _MOST_LINES and (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
+                name, text = _parse(line.removesuffix(b"\n"))
+                if line != b"\n" and not name and is_written:
+                    break
+                position += len(line)
+                entries += (entry for entry in _entries([(name, text)]) if entry.number >= sent.records)
+        records = entries[-1].number + 1 if entries else sent.records
+        lines = list(_with_steps(lines_of(self.name, entries), sent.last_step))
+        return lines, sent._replace(records=records, position=position)
+
+    @property
+    def _note(self) -> Path:
+        """Beside the file: it is its writer's, which may be on another machine, where an appended line may get lost."""
+        return Path(f"{self.path}.sent")
 
     def is_open(self) -> bool:
         """Whether another process is writing it. Unknown, as on some network file systems, counts as no."""
@@ -302,6 +355,8 @@ class StoredJournal:
                 self.path.rename(f"{self.path}{_BAD}")
         else:
             _remove(self.path)
+        for note in self.path.parent.glob(f"{glob.escape(self._note.name)}*"):  # also what a killed process has begun
+            _remove(note)
 
 
 def stored(directory: Path) -> list[StoredJournal]:
@@ -365,6 +420,15 @@ def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
             line = json.loads(entry.data.decode("utf-8", "surrogatepass"))
             if _is_line(line):
                 yield {**line, "id": f"{name}-{entry.number}"}
+
+
+def _with_steps(lines: Iterable[Line], last_step: int | None) -> Iterator[Line]:
+    """Give rows without a step the one behind the last step, if that is known."""
+    for line in lines:
+        if last_step is not None and "row" in line:
+            line = {**line, "step": last_step + 1 if line["step"] is None else line["step"]}
+            last_step = max(last_step, int(line["step"]))
+        yield line
 
 
 def _is_line(value: Any) -> bool:

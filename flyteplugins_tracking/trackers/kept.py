@@ -23,7 +23,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, Sent, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -187,6 +187,26 @@ class OutboxHandle(client.ClientHandle):
         """Wait until all lines are sent, or until the service has taken nothing for `patience_s` seconds."""
         self._outbox.wait(patience_s)
 
+    def follow(self, journals: Sequence[StoredJournal], *, is_written: bool) -> int:
+        """Send what has come to journals that other processes write. Returns how many rows it was."""
+        noted = {journal.path: step for journal in journals if (step := journal.sent().last_step) is not None}
+        if noted and not self._followed:  # of an earlier sender, which may have been killed: the same steps again
+            self.steps.last = max(noted.values())
+        rows = 0
+        for journal in sorted(journals, key=lambda one: noted.get(one.path, -1), reverse=True):
+            while True:
+                sent = self._followed.get(journal.path, journal.sent())._replace(last_step=self.steps.last)
+                lines, after = journal.new_lines(sent, is_written=is_written)
+                if after == sent:
+                    break
+                if lines:
+                    journal.note(sent)
+                    rows += self._outbox.send_now(lines)
+                    records = after.records - ("exit_code" in lines[-1])  # who ends the run later needs that
+                    journal.note(Sent(records, self.steps.last))
+                self._followed[journal.path] = after
+        return rows
+
     def resume(self) -> None:
         self._open_outbox()  # what the last one has left is an earlier attempt's for it
 
@@ -209,9 +229,14 @@ class OutboxHandle(client.ClientHandle):
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
         earlier = self._find_earlier()
         self._has_earlier |= bool(earlier)
+        self._followed: dict[Path, Sent] = {}  # how much is sent of journals that other processes write
+        earlier = () if request.follows else earlier
         self._read(earlier)
         journal = Journal(Path(self.directory()), name, header)
-        if request.earlier:  # `send`, which may be killed when it has removed them, and before the run has its end
+        if request.follows:  # the journals are others': one of this process would count as a later attempt
+            journal.close()
+        # `send` may be killed when it has removed them, and before the run has its end.
+        if earlier and request.earlier:
             journal.add(encode({"exit_code": self.earlier_exit_code}))
         self._outbox = Outbox(self._title, self.id, journal, self._sink, earlier, self.before_removal)
 

@@ -242,6 +242,17 @@ class Outbox(PerProcess):
             self._changed.notify_all()
             return self._is_sent()
 
+    def send_now(self, lines: Sequence[Line]) -> int:
+        """Send lines of a journal that another process writes. Waits in an outage. Returns how many rows it took.
+
+        Raises:
+            AwayError: The outbox was closed before the service took them.
+        """
+        rejected = self.rejected_rows
+        if not self._deliver(lines):
+            raise AwayError("it was closed before its rows were taken")
+        return _rows(lines) - (self.rejected_rows - rejected)
+
     def wait(self, patience_s: float) -> None:
         """Wait until everything is sent, or until the service has taken nothing for `patience_s` seconds."""
         with self._changed:

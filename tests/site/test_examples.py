@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -390,3 +391,17 @@ def test_three_processes_log_to_one_run(tmp_path, server):
     run = server.run("grpo-42")
     assert (run.state, run.config["lr"], run.config["rollout-0"]) == ("finished", 1e-5, {"temperature": 0.7})
     assert {key: sum(key in row for row in run.rows) for key, _ in roles.values()} == dict(roles.values())
+
+
+def test_the_files_for_a_login_node_start_a_watcher(tmp_path):
+    """The line of a crontab, and the unit of systemd, on a directory without runs, with their end when all is sent."""
+    folder = EXAMPLES / "login_node"
+    cron = (
+        (folder / "crontab").read_text().splitlines()[-1].split(None, 5)[5].replace("~/.lock", str(tmp_path / "lock"))
+    )
+    unit = re.findall(r"^ExecStart=(.+)$", (folder / "tracking.service").read_text(), re.MULTILINE)[0]
+    for line in (cron, f"{unit.replace('%h/venv/bin/', '')} --until-done"):
+        command = re.sub(r" /\S*llm\b", f" {tmp_path}", line)
+        program = f"{shlex.quote(sys.executable)} -m flyteplugins_tracking"
+        done = jobs.run(["sh", "-c", command.replace("flyteplugins-tracking", program)], tmp_path)
+        assert (done.returncode, done.output) == (0, ""), line

@@ -384,6 +384,27 @@ def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
     assert len(kept) > 100
 
 
+def test_a_file_is_read_on_while_it_is_written(tmp_path):
+    """What is not written completely yet is read later, also a record of several blocks."""
+    path, payloads = tmp_path / "run-x.wandb", [b"a" * 50, b"b" * 70_000, b"c" * 50]
+    data = bytearray(datastore._HEADER)
+    for payload in payloads:
+        rest, is_first = payload, True
+        while rest:
+            room = datastore._BLOCK - len(data) % datastore._BLOCK - datastore._FRAGMENT.size
+            part, rest = rest[:room], rest[room:]
+            kind = {(True, False): 1, (True, True): 2, (False, True): 3, (False, False): 4}[is_first, bool(rest)]
+            data += datastore._FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
+            is_first = False
+    found, position = [], 0
+    for end in [*range(0, len(data), 10_007), len(data)]:
+        path.write_bytes(data[:end])
+        new = list(datastore.records_from(path, position, is_written=True))
+        found += [record for _, record in new]
+        position = new[-1][0] if new else position
+    assert found == payloads
+
+
 def test_the_place_of_a_run_is_stored_without_the_servers_password():
     settings = SimpleNamespace(base_url="https://me:pass/word@wandb.example.com")
     place = outbox.Place.of(SimpleNamespace(settings=settings, entity="e", project="p", id="i"))

@@ -103,6 +103,7 @@ def _settings(request: RunRequest) -> Any:
     settings.x_sigterm_status_enabled = False  # the lifecycle sends the status
     asked = getattr(settings, "disable_system_metrics", False)  # before 0.0.28, there is no such setting
     settings.disable_system_metrics = asked or not request.measures_node
+    settings.disable_console |= bool(request.earlier)  # that of `send`
     if not request.plan.primary and settings.disable_system_metrics:
         vendor.skip_description(settings)
     settings.x_file_stream_timeout_seconds = min(

@@ -22,7 +22,7 @@ from flyteplugins_tracking.trackers.wandb import vendor
 _warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_DAMAGED, _FULL, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3, 4
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ def rows(directory: Path) -> Iterator[Row]:
     file = file_in(directory)
     for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
         if kind == "history":
-            yield _row(record)
+            yield row_of(record)
         if kind == "exit":
             return
 
@@ -120,32 +120,54 @@ def records(path: Path, block: int = 0) -> Iterator[bytes]:
     Raises:
         OSError: The file cannot be read, or is another user's.
     """
-    with open(open_own(path), "rb") as file:
-        file.seek(block * _BLOCK)
-        data = file.read()
-    position, parts, is_begun, is_damaged = 0 if block else _HEADER, b"", False, False
-    while position + _FRAGMENT.size <= len(data):
-        left = _BLOCK - position % _BLOCK
-        if left < _FRAGMENT.size:  # padding at the end of a block
-            position += left
-            continue
-        kind, fragment = _fragment_at(data, position)
-        if not kind:
-            # Its length may be damaged too: then the next block is the next place where a fragment begins.
-            end = position + _FRAGMENT.size + len(fragment)
-            position = end if end % _BLOCK and _fragment_at(data, end)[0] else position + left
-            is_begun, is_damaged = False, True
-            continue
-        if is_damaged:
-            _warn_once(str(path), "%s is damaged: the records at that place are left out", path)
-        position += _FRAGMENT.size + len(fragment)
+    yield from (record for _, record in records_from(path, block * _BLOCK))
+
+
+def records_from(path: Path, position: int, *, is_written: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield the records from a position in the file on, each with the position behind it. One block is in memory.
+
+    Args:
+        path: The file.
+        position: 0, that of a block, or the last one that was yielded.
+        is_written: Whether a process still writes: what looks damaged has not been written completely.
+    """
+    parts, is_begun = b"", False
+    for end, kind, fragment in _fragments(path, max(_HEADER, position), is_written):
         if kind in (_FULL, _FIRST):
             parts, is_begun = fragment, True
         elif is_begun:
             parts += fragment
+        is_begun = is_begun and kind != _DAMAGED
         if kind in (_FULL, _LAST) and is_begun:
-            yield parts
+            yield end, parts
             is_begun = False
+
+
+def _fragments(path: Path, position: int, is_written: bool) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the position behind each fragment, its kind and its bytes; for what is damaged, one without bytes."""
+    is_damaged = False
+    with open(open_own(path), "rb") as file:
+        file.seek(position)
+        while data := file.read(_BLOCK - position % _BLOCK):
+            start, left = 0, _BLOCK - position % _BLOCK - len(data)
+            while start + _FRAGMENT.size <= len(data):  # behind that, there is padding
+                kind, fragment = _fragment_at(data, start)
+                end = start + _FRAGMENT.size + len(fragment)
+                if not kind and is_written:
+                    return
+                if not kind:
+                    # Its length may be damaged too: then the next block is the next place where a fragment begins.
+                    start = end if end < len(data) and _fragment_at(data, end)[0] else len(data)
+                    yield position + start, _DAMAGED, b""
+                elif is_damaged:
+                    _warn_once(str(path), "%s is damaged: the records at that place are left out", path)
+                is_damaged = not kind
+                if kind:
+                    start = end
+                    yield position + start, kind, fragment
+            position += len(data)
+            if left:  # the end of the file, for now
+                return
 
 
 def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
@@ -159,7 +181,8 @@ def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
     return kind if is_whole and _FULL <= kind <= _LAST else 0, fragment
 
 
-def _row(record: Any) -> Row:
+def row_of(record: Any) -> Row:
+    """Return the row of a record."""
     values: dict[str, Any] = {}
     for item in record.item:
         *parents, key = item.nested_key or [item.key]

@@ -40,6 +40,8 @@ from flyteplugins_tracking._util.files import (
     is_own_directory,
     is_own_file,
     own_file_in,
+    own_text,
+    replace_whole,
     touch_own,
 )
 from flyteplugins_tracking._util.text import without_credentials
@@ -69,8 +71,12 @@ _END_S, _POLL_S = 5.0, 0.01
 _READ_S = 60.0
 # How long after the last rows were sent W&B's count of them may be wrong.
 _LATE_S = 6.0
+# What `wandb sync` keeps beside a file, with the key that tells that rows were sent by `live`, and its most bytes.
+_STATE, _SENDER, _LONGEST_STATE = ".syncstate", "flyteplugins_tracking", 4096
 # Where wandb-core's log is in a run's directory. Its time tells when wandb-core has sent something last.
 LOG = ("logs", "debug-internal.log")
+# The logs of those who have sent what is there: see `live`.
+SENDERS_LOG = "sender-*/wandb/*run-*/logs/debug-internal.log"
 
 
 class Place(NamedTuple):
@@ -138,8 +144,10 @@ class AttemptOnDisk:
 
     def missing(self) -> Iterator[Row]:
         """Yield the rows that its file lacks."""
+        if not self.journals:
+            return iter(())
         last = max((row.step for row in datastore.rows(self.directory)), default=-1)
-        return self.rows(last + 1) if self.journals else iter(())
+        return self.rows(last + 1)
 
     def times(self) -> set[float]:
         """Return the times of the rows that its journals have: they tell rows apart that have other steps elsewhere."""
@@ -289,9 +297,11 @@ class Left:
         known = self.times() if self.offline else set()
         for attempt in self.offline:
             rows = attempt.missing() if is_synced(attempt.directory) else attempt.rows()
-            distance: int | None = None
+            begun = distance = starting_step(attempt.directory, of_live=True)
             for row in (row for row in rows if row.time not in known):
                 distance = max(0, step - row.step) if distance is None else distance
+                if begun is not None and row.step + begun < since:
+                    continue  # `live` has sent it
                 values = attempt.with_columns(row) if distance else row.values
                 yield row._replace(step=row.step + distance, values=values)
                 step = row.step + distance + 1
@@ -384,6 +394,28 @@ def mark_synced(directory: Path) -> None:
     file = datastore.file_in(directory)
     if file is not None:
         touch_own(Path(f"{file}.synced"))
+
+
+def starting_step(directory: Path, *, of_live: bool = False) -> int | None:
+    """Return the run's step at which W&B has step 0 of a file; None if nobody has begun to send it.
+
+    `wandb sync`, which may have been killed, keeps that in a file beside it, and so does `live`.
+
+    Args:
+        directory: The directory of the file.
+        of_live: Whether only `live` counts: what `wandb sync` has begun, it can go on with.
+    """
+    for path in directory.glob(f"*{_STATE}"):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            state = json.loads(own_text(path, _LONGEST_STATE) or "")
+            return int(state["starting_step"]) if _SENDER in state or not of_live else None
+    return None
+
+
+def keep_starting_step(directory: Path, step: int) -> None:
+    """Keep what `starting_step` returns."""
+    state = encode({"starting_step": step, _SENDER: socket.gethostname()})
+    replace_whole(Path(f"{datastore.file_in(directory)}{_STATE}"), state)
 
 
 # Logging again
@@ -630,6 +662,8 @@ class OfflineOutbox(WandbOutbox):
             is_left = headers and all(header["host"] == self._more["host"] for header in headers)
             if attempt.directory == self.directory or not is_left or headers[0]["is_automatic"] or attempt.is_open():
                 continue
+            if starting_step(attempt.directory, of_live=True) is not None:
+                continue  # it sends them
             # Those of an attempt that was killed while it did this.
             known = set().union(*(later.times() for later in attempts[number + 1 :]))
             for row in attempt.missing():
@@ -800,7 +834,8 @@ def await_count(directory: Path, run_id: str, deadline: float) -> None:
         run_id: The run's id.
         deadline: When to return in any case, in seconds of `time.monotonic`.
     """
-    logs = (path.joinpath(*LOG) for path in directories_of(directory, run_id))
+    found = directories_of(directory, run_id)
+    logs = (log for path in found for log in (path.joinpath(*LOG), *path.glob(SENDERS_LOG)))
     late_s = _LATE_S - min(map(age_s, logs), default=_LATE_S)
     time.sleep(max(0.0, min(late_s, deadline - time.monotonic())))
 

@@ -293,6 +293,7 @@ class NumberedRows:
     Attributes:
         left: The attempts.
         since: A step of the run that it had before their first row.
+        known: The numbers of rows that W&B has: see `look`.
     """
 
     def __init__(self, left: Left, column: str) -> None:
@@ -319,7 +320,7 @@ class NumberedRows:
             arrived: The numbers of rows that it has, in parts, from the run's last rows back to `since`. They are read
                 until there is a row of each process.
         """
-        known = self._known = set[int]()
+        known = self.known = set[int]()
         for part in arrived:
             known.update(part)
             if all(writer.arrived(known) for writer in self._writers):
@@ -328,7 +329,7 @@ class NumberedRows:
 
     def lacking(self) -> Iterator[Row]:
         """Yield the rows that W&B lacks, each once."""
-        known = set(self._known)
+        known = set(self.known)
         for writer in self._writers:
             if known.issuperset(writer.numbers):
                 continue

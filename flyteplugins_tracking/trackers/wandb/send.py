@@ -80,14 +80,19 @@ def in_order(directories: Iterable[Path]) -> list[Path]:
     """
 
     def place_of(directory: Path) -> tuple[bool, bool, str]:
-        label = _label_in(directory)
-        is_rank = re.fullmatch(r"rank-\d+", label) is not None
-        return bool(label) and not is_rank, not label, directory.name.removeprefix("offline-")
+        label = label_in(directory)
+        return not is_rank(directory), not label, directory.name.removeprefix("offline-")
 
     return sorted(directories, key=place_of)
 
 
-def _label_in(directory: Path) -> str:
+def is_rank(directory: Path) -> bool:
+    """Whether a directory's writer is of the job that ends the run, and not a role."""
+    label = label_in(directory)
+    return not label or re.fullmatch(r"rank-\d+", label) is not None
+
+
+def label_in(directory: Path) -> str:
     """Return the name of a writer that does not end the run: of a role, or another rank than the primary. Or else "".
 
     It is a suffix: see `open.py`.
@@ -116,7 +121,7 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
         return f"{directory} has no rows: its process was killed while it opened the run"
     is_offline = outbox.is_offline(directory)
     # The journals have the server that was set up where it was logged, which may be another one.
-    place, kept = (_place(attempt, described, is_set_up_here=is_here) for is_here in (is_offline, False))
+    place, kept = (place_of(attempt, described, is_set_up_here=is_here) for is_here in (is_offline, False))
     if not is_offline:
         require_server(directory, "WANDB_BASE_URL", place.server, vendor.session().settings.base_url)
     own = Left(kept, directory.parent, lambda other: other.directory == directory)
@@ -216,8 +221,14 @@ def _with_online(own: Left) -> Left:
 
 def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk, described: Any) -> str:
     """Send what the only writer of a run has logged offline."""
-    directory, left, files = attempt.directory, _with_online(own), _Files(own)
+    directory, left, files = attempt.directory, _with_online(own), Files(own)
     was_sent = outbox.is_synced(directory)
+    if not was_sent and outbox.starting_step(directory, of_live=True) is not None:  # `wandb sync` would send all again
+        from flyteplugins_tracking.trackers.wandb.live import LiveRun
+
+        run = LiveRun([directory])
+        run.finish([directory])
+        return f"sent {run.rows} rows of run {place.run_id}"
     # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
     rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
@@ -304,7 +315,7 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any, close:
     """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found, exit_code, files = vendor.stored_run(place), left.exit_code, _Files(left)
+    found, exit_code, files = vendor.stored_run(place), left.exit_code, Files(left)
     files.ask(found)
     # A run that nobody has ended may be continued by a job elsewhere.
     is_ended = found is not None and (found.state != "running" or exit_code is None)
@@ -329,7 +340,7 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any, close:
     return text
 
 
-class _Files:
+class Files:
     """The files and artifacts of attempts that did not send everything."""
 
     def __init__(self, left: Left) -> None:
@@ -405,9 +416,9 @@ class _Numbered:
             close: The close of the run, in the process that has logged it.
         """
         (self._attempt,), self._close = left.attempts, close
-        self._directory, self._label = self._attempt.directory, _label_in(self._attempt.directory)
+        self._directory, self._label = self._attempt.directory, label_in(self._attempt.directory)
         self._place, self._left, self._column, self._described = place, left, column, described
-        self._role, self._rows, self._files = roles.role_of(column), roles.NumberedRows(left, column), _Files(left)
+        self._role, self._rows, self._files = roles.role_of(column), roles.NumberedRows(left, column), Files(left)
         self._found = vendor.stored_run(place)
         # The status with which the run is to end. Of a rank that comes after the run's end: that with which it has.
         ended_with = None if self._found is None else _STATES.get(self._found.state)
@@ -436,7 +447,7 @@ class _Numbered:
     def _require_run(self, together: Collection[Path]) -> None:
         run_id, is_rank = self._place.run_id, self._role == OWNER
         of_run = [path for path in together if outbox.run_id_of(path) == run_id]
-        if self._found is not None or not self._label or (is_rank and not all(map(_label_in, of_run))):
+        if self._found is not None or not self._label or (is_rank and not all(map(label_in, of_run))):
             return
         part, other = "this rank", "job's primary rank"
         if not is_rank:
@@ -527,7 +538,7 @@ def _opened(
         here = {} if close is None else {"init_timeout": max(1.0, close.limit.left_s), "x_disable_machine_info": False}
         before = vendor.open_runs()
         with vendor.opening.lock:
-            run = vendor.open_to_send(place, described, folder, shared, **here)
+            run = vendor.open_to_send(place, described, folder, {**(shared or {}), **here})
         try:
             if close is not None:
                 close.opened(run)
@@ -544,7 +555,7 @@ def _opened(
             raise
 
 
-def _place(attempt: AttemptOnDisk, described: Any, is_set_up_here: bool) -> Place:
+def place_of(attempt: AttemptOnDisk, described: Any, is_set_up_here: bool) -> Place:
     """Return which run it is: what the journal says, or else of the server and entity that are set up here.
 
     Args:

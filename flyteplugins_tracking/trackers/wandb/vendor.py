@@ -597,6 +597,18 @@ def on_rows(run: Any, keep: KeepRow) -> bool:
     return False
 
 
+def forward(run: Any, data: bytes) -> None:
+    """Give the wandb-core of an open run a serialized record of the file of another process."""
+    with _optional(
+        "of a run that is sent while it is logged, W&B gets no summary, definition and config set after init"
+    ):
+        record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
+        record.ParseFromString(data)
+        for field in ("num", "control", "uuid", "_info"):
+            record.ClearField(field)
+        interface_of(run)._publish(record)
+
+
 def on_artifacts(run: Any, keep: Callable[[bytes], object]) -> None:
     """Call `keep` with each artifact, serialized, before wandb-core gets it.
 
@@ -784,7 +796,7 @@ def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
 
 
 def open_to_send(
-    place: Any, described: Mapping[str, Any], directory: str, shared: Mapping[str, Any] | None = None, **more: Any
+    place: Any, described: Mapping[str, Any], directory: str, more: Mapping[str, Any] | None = None
 ) -> Any:
     """Open a run to send what another process has left of it. Does not change what the service knows of it.
 
@@ -792,21 +804,19 @@ def open_to_send(
         place: The run's server, entity, project and id.
         described: Arguments of `wandb.init`, for a service that does not have the run.
         directory: Where wandb keeps its files meanwhile.
-        shared: The settings of W&B's shared mode, if the run has several writers.
-        more: Other settings.
+        more: More settings. Those of a run with several writers have an `x_label`: it is opened in W&B's shared mode.
     """
     names = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
     server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
-    given = {**quiet, **(shared or {}), **more}
-    settings = new_settings(base_url=server, console="off", api_key=keys.get(place.server), **given)
+    own = {"base_url": server, "console": "off", "api_key": keys.get(place.server), "reinit": "create_new"}
+    settings = new_settings(**{**own, **quiet, **(more or {})})
     with without_error_reports():
         run = init(
             id=place.run_id,
             project=place.project or None,
             entity=place.entity or None,
             resume="allow",
-            reinit="create_new",  # beside other runs of this process
-            mode="online" if shared is None else "shared",
+            mode="shared" if "x_label" in (more or {}) else "online",
             dir=directory,
             settings=settings,
             **described,

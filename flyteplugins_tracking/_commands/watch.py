@@ -1,0 +1,324 @@
+"""`flyteplugins-tracking send --watch DIRECTORY...`: send what runs log, while they log it.
+
+A compute node without a network writes what it always writes: W&B's own file, or journals. This process sees the same
+disk and the service. It looks again and again. A run whose writer lives is open at its service, and gets what is new
+(`trackers.wandb.live`, `OutboxHandle.follow`). One that has ended, and was never open here, is sent as `send` does.
+What is sent, `send` and the job's next attempt know too: this process may be killed at any time.
+
+A writer lives while it holds the lock of its journal, or while its files change. By this process's own clock: that of
+another node may differ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking._commands.directories import SENT, unsent_runs
+from flyteplugins_tracking._commands.send import attempts_of, journals_in, open_run, require_servers, send_directory
+from flyteplugins_tracking._util.files import open_own, own_text, touch_own
+from flyteplugins_tracking._util.text import first_line
+from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
+from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, exit_code_in, files_in, remove_torn, stored
+from flyteplugins_tracking.trackers.kept import OutboxHandle
+from flyteplugins_tracking.trackers.wandb import datastore, live, outbox
+from flyteplugins_tracking.trackers.wandb import send as wandb_files
+
+# How many runs are sent at once that have ended, and how many are open at the most: each may wait for its service.
+_ENDED, _OPEN = 1, 256
+# The file that one watcher of a directory holds the lock of. It says which.
+_LOCK = ".flyteplugins-tracking-watch"
+_printing = threading.Lock()
+
+
+class Watched:
+    """A run that is looked at again and again: found, open at its service, ended.
+
+    Attributes:
+        directories: What is not sent of it, in the order of the attempts; of W&B, other ranks before the primary.
+        opened: The run at its service; None if it is not open there.
+        rows: How many rows were sent.
+        error: What keeps it from being sent; empty for nothing.
+        is_refused: Whether that does not pass.
+        is_written: Whether its writer may live.
+    """
+
+    opened: Any = None
+    doing: Future[None] | None = None
+    rows, error, is_refused, is_written = 0, "", False, True
+
+    def __init__(self, name: str) -> None:
+        self.name, self.directories = name, list[Path]()
+        self._seen: object = None
+        self._sign_at = 0.0
+
+    @abstractmethod
+    def has_end(self) -> bool:
+        """Whether its last process has kept the status with which it has ended."""
+
+    @abstractmethod
+    def send(self) -> int:
+        """Send what is new. Returns how many rows it was."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Send the rest, and end the run. Returns what was done, in words."""
+
+    def look(self, killed_s: float) -> None:
+        """See whether its writer lives. It is killed so many seconds after its last sign of life."""
+        files = [path for one in self.directories for glob in ("*.wandb", f"*{SUFFIX}") for path in one.glob(glob)]
+        seen = [(path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
+        is_held = any(StoredJournal({}, path).is_open() for path in files if path.name.endswith(SUFFIX))
+        if is_held or seen != self._seen:
+            self._seen, self._sign_at = seen, time.monotonic()
+        self.is_written = is_held or not (time.monotonic() > self._sign_at + killed_s or self.has_end())
+
+    def act(self) -> None:
+        """Send what is new, and the end of a run that has ended."""
+        try:
+            was_open = self.opened is not None
+            if self.is_written:
+                self.rows += self.send()
+                if self.opened is not None and not was_open:
+                    self._say("is open: what it logs is sent")
+            else:
+                self._say(self.finish())
+            self.error, self.is_refused = "", False
+        except Exception as error:  # the others go on
+            kind = "" if isinstance(error, (TrackingError, ValueError)) else f"{type(error).__name__}: "
+            text = f"not sent: {kind}{first_line(error)}"
+            if text != self.error:
+                self._say(text)
+            self.error, self.is_refused = text, not getattr(error, "is_outage", not isinstance(error, ValueError))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread acts on it."""
+        return self.doing is not None and not self.doing.done()
+
+    def _say(self, text: str) -> None:
+        _print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
+
+
+class WandbRun(Watched):
+    """The directories of a W&B run."""
+
+    def has_end(self) -> bool:
+        return outbox.attempt_at(self.directories[-1]).exit_code is not None
+
+    def send(self) -> int:
+        if self._is_online():
+            self.opened = None
+        elif self.opened is None and any(map(_is_described, self.directories)):
+            self.opened = live.LiveRun(self.directories)
+        return 0 if self.opened is None else int(self.opened.send(self.directories))
+
+    def finish(self) -> str:
+        run, self.opened = None if self._is_online() else self.opened, None
+        exit_code = None if run is None else run.finish(self.directories)
+        # What was never open here; and in a run with several writers, what W&B lacks.
+        left = [path for path in self.directories if not outbox.is_synced(path) or stored(path)]
+        texts = [wandb_files.send(path, self.directories) for path in left]
+        return "\n".join(texts) if exit_code is None else _ended(exit_code)
+
+    def _is_online(self) -> bool:
+        """Whether an attempt of the job writes it that has the service, and sends what others have left."""
+        return not all(map(outbox.is_offline, self.directories))
+
+
+class KeptRun(Watched):
+    """The directory with the journals of a run of another tracker."""
+
+    _attempt = ""  # the first journal of the one that is open
+    _paths: Sequence[Path] = ()
+    _journals: Sequence[StoredJournal] = ()
+
+    def has_end(self) -> bool:
+        *_, last = self._attempts()
+        return any("exit_code" in line for line in last[0].lines())
+
+    def send(self) -> int:
+        *before, last = self._attempts()
+        rows = 0
+        for attempt in before:
+            rows += self._open(attempt).follow(attempt, is_written=False)
+            self._end(attempt, ends_run=False)
+        return rows + self._open(last).follow(last, is_written=self.is_written)
+
+    def finish(self) -> str:
+        if self.opened is None and not any(one.sent().records for one in stored(self.directories[0])):
+            return send_directory(self.directories[0])
+        self.rows += self.send()
+        return _ended(self._end(self._attempts()[-1], ends_run=True))
+
+    def _attempts(self) -> list[list[StoredJournal]]:
+        paths = files_in(self.directories[0])
+        if paths != self._paths:  # a journal is read as a whole for its header
+            self._journals, self._paths = journals_in(self.directories[0]), paths
+        return list(attempts_of(self._journals))
+
+    def _open(self, attempt: Sequence[StoredJournal]) -> OutboxHandle:
+        if self.opened is None or self._attempt != attempt[0].name:
+            require_servers(self.directories[0], attempt)
+            touch_own(self.directories[0] / SENT)
+            self.opened, self._attempt = open_run(attempt, follows=True), attempt[0].name
+        if not isinstance(self.opened, OutboxHandle):
+            raise TrackerUnavailableError("a run of this tracker is sent when it has ended")
+        return self.opened
+
+    def _end(self, attempt: Sequence[StoredJournal], *, ends_run: bool) -> int:
+        handle, self.opened = self._open(attempt), None
+        handle.ends_run = ends_run and handle.request.plan.role is None
+        exit_code = exit_code_in(attempt[0].lines())
+        handle.finish(exit_code)
+        if str(self.directories[0].resolve()) in handle.unsent():
+            raise TrackerUnavailableError("the service has not taken the run's end")
+        for journal in attempt:
+            handle.before_removal(journal)
+            journal.remove(is_bad=handle.rejected_rows > 0)
+        remove_torn(self.directories[0])
+        return exit_code
+
+
+class Watcher:
+    """Looks at the runs of directories.
+
+    Attributes:
+        runs: Those that are not sent, by their names.
+    """
+
+    def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
+        self.runs: dict[str, Watched] = {}
+        self._paths, self._killed_s, self._sent = paths, killed_s, 0
+        self._of_ended, self._of_open = ThreadPoolExecutor(_ENDED), ThreadPoolExecutor(_OPEN)
+
+    def look(self) -> None:
+        """Find runs, and have each send what is new, beside the others."""
+        found: dict[str, list[Path]] = {}
+        for path in unsent_runs(self._paths):
+            found.setdefault(_name_of(path), []).append(path)
+        for name in [name for name, run in self.runs.items() if name not in found and not run.is_busy]:
+            self._sent += self.runs.pop(name).rows
+        for name, paths in found.items():
+            kind = WandbRun if wandb_files.is_run_directory(paths[0]) else KeptRun
+            run = self.runs.setdefault(name, kind(name))
+            if run.is_busy:
+                continue
+            run.directories = wandb_files.in_order(paths)
+            with suppress(ValueError, OSError):  # it goes just now
+                run.look(self._killed_s)
+            run.doing = (self._of_open if run.is_written or run.opened else self._of_ended).submit(run.act)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no run is open, and all is sent, or refused."""
+        return not any(run.is_busy or run.is_written or not run.is_refused for run in self.runs.values())
+
+    def __str__(self) -> str:
+        runs = list(self.runs.values())
+        count, waiting = sum(run.opened is not None for run in runs), sum(bool(run.error) for run in runs)
+        rows = self._sent + sum(run.rows for run in runs)
+        return f"{len(runs)} runs, {count} open, {waiting} with an error, {rows} rows sent, {time.strftime('%H:%M:%S')}"
+
+
+def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_done: bool) -> int:
+    """Send what runs in and below directories log, until a signal comes. Returns the exit status of the process.
+
+    Args:
+        paths: The directories.
+        interval_s: The time between two looks, in seconds.
+        killed_s: The time after its last sign of life when a writer counts as killed, in seconds.
+        until_done: Whether to end when no run is open and all is sent.
+
+    Raises:
+        TrackerUnavailableError: Another process watches one of them.
+    """
+    for path in paths:
+        require_unwatched(path)
+    held = [_hold(path) for path in paths]
+    ended, numbers = threading.Event(), list[int]()
+
+    def end(number: int, _: object) -> None:
+        numbers.append(number)
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    watcher = Watcher(paths, killed_s)
+    while not ended.is_set():
+        watcher.look()
+        if sys.stdout.isatty():
+            _print(str(watcher))
+        if until_done and watcher.is_done:
+            break
+        ended.wait(interval_s)
+    for descriptor in held:
+        os.close(descriptor)
+    if not numbers:
+        return int(bool(watcher.runs))
+    _print(f"ended by {signal.Signals(numbers[0]).name}\n")
+    os._exit(128 + numbers[0])  # without waiting for a service: whatever was under way is sent by the next one
+
+
+def require_unwatched(path: Path) -> None:
+    """Refuse a directory that another process watches.
+
+    Raises:
+        TrackerUnavailableError: It does.
+    """
+    resolved = path.resolve()
+    for directory in (resolved, *resolved.parents):
+        if (directory / _LOCK).exists():
+            with suppress(OSError):  # another user's
+                os.close(_hold(directory))
+
+
+def _hold(directory: Path) -> int:
+    """Lock a directory. Returns the descriptor of the lock, which the system frees when this process ends."""
+    path = directory / _LOCK
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)
+    except BlockingIOError:
+        who = own_text(path) or "another process"
+        raise TrackerUnavailableError(f"{directory} is watched already: {who} sends what its runs log") from None
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
+def _ended(exit_code: int) -> str:
+    return f"has ended with exit code {exit_code}: all is sent"
+
+
+def _is_described(directory: Path) -> bool:
+    """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
+    return datastore.description(directory) is not None and any(True for _ in outbox.attempt_at(directory).rows())
+
+
+def _name_of(directory: Path) -> str:
+    """Return the name of the run of a directory: those of W&B may be of one run. A role has an end of its own."""
+    if not wandb_files.is_run_directory(directory):
+        return str(directory)
+    role = "" if wandb_files.is_rank(directory) else f", {wandb_files.label_in(directory)}"
+    return f"{directory.parent / outbox.run_id_of(directory)}{role}"
+
+
+def _print(text: str) -> None:
+    """Print a line; on a terminal over the one with the state."""
+    with _printing:
+        sys.stdout.write(f"\r\033[K{text}" if sys.stdout.isatty() else text)
+        sys.stdout.flush()

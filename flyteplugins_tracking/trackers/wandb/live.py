@@ -1,0 +1,238 @@
+"""A run that is logged offline, sent while it is logged: it is open at W&B, and gets what its file gets.
+
+How far that is, W&B and its own files tell. In a run with one writer, rows have steps: W&B has those up to its last
+one. `run-ID.wandb.syncstate`, which `wandb sync` has too, is the step at which it has the file's step 0. In a run with
+several writers, rows have numbers: see `roles`. So whoever sends next, or opens the run, continues where this ended.
+"""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking._job.failure import FAILURE_KEYS
+from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb.datastore import Row
+from flyteplugins_tracking.trackers.wandb.outbox import Left, attempt_at
+from flyteplugins_tracking.trackers.wandb.send import Files, label_in, place_of
+
+# The records beside rows that are sent as they are. Saved files and artifacts are sent at the end.
+_FORWARDED, _OF_PRIMARY = ("config", "summary", "metric"), ("stats", "output", "output_raw")
+# W&B's own 15 s between requests would come on top of the time between two looks. The rows are in a file already.
+_SETTINGS = {
+    **{"x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True},
+    **{f"x_{what}_retry_wait_max_seconds": 8 for what in ("file_stream", "graphql", "file_transfer")},
+    **{f"x_{what}_retry_max": 10_000 for what in ("graphql", "file_transfer")},
+}
+# How many rows are sent at once: wandb-core has them in memory.
+_MOST = 20_000
+# How long W&B may take to count the rows of an earlier sender, in seconds.
+_COUNTED_S = 15.0
+# How long W&B may take to say that it has the last row, and how often it is asked, in seconds.
+_CONFIRMED_S, _POLL_S = 30.0, 0.5
+# The directory of W&B's client that sends, in the run's directory: see `outbox.SENDERS_LOG`.
+_FOLDER = "sender-"
+
+
+class _File:
+    """The file of one attempt, which is read as it is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.first_at = outbox.starting_step(directory)  # the step that its step 0 gets; None before its first row
+        self._attempt, self._position = attempt_at(directory), 0
+        first = next(iter(self._attempt.rows()), None)
+        self._is_placed = first is not None and first.is_placed
+        self.known: set[int] = set()  # the numbers of rows that W&B had before
+
+    @property
+    def step_metric(self) -> str | None:
+        """The column for the steps of rows that get others."""
+        return self._attempt.step_metric
+
+    def records(self, *, is_written: bool) -> Iterator[tuple[str, Any, bytes]]:
+        """Yield the kind, the content and the bytes of each new record."""
+        path = datastore.file_in(self.directory)
+        new = datastore.records_from(path, self._position, is_written=is_written) if path is not None else ()
+        for self._position, data in new:
+            yield *vendor.parse_record(data), data
+
+    def moved(self, row: Row) -> Row:
+        """Return a row at the step that it gets."""
+        values = self._attempt.with_columns(row._replace(is_placed=self._is_placed)) if self.first_at else row.values
+        return Row(row.step + (self.first_at or 0), values)
+
+
+class LiveRun:
+    """A run that is open at W&B, and gets the rows of attempts that log offline.
+
+    Attributes:
+        place: The run.
+        rows: How many rows were sent.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        """Open it.
+
+        Args:
+            directories: Those of the attempts in their order, and of the ranks that share the run.
+
+        Raises:
+            TrackerUnavailableError: W&B cannot be used, or the run is not there yet that another writer makes.
+        """
+        primary = [path for path in directories if not label_in(path)] or directories
+        first = next((path for path in primary if datastore.description(path) is not None), primary[0])
+        described, attempt, self.rows = datastore.description(first), attempt_at(first), 0
+        # The journals have the server that was set up where they were written.
+        self.place, self._kept = (place_of(attempt, described, is_set_up_here=is_here) for is_here in (True, False))
+        self._column, self._label = roles.column_in(attempt), label_in(first)
+        self._files: dict[Path, _File] = {}
+        vendor.drop_unusable_service()
+        settings, found = dict[str, Any](_SETTINGS), vendor.Reader(self.place).stored()
+        if self._column is None:
+            outbox.await_count(first.parent, self.place.run_id, time.monotonic() + _COUNTED_S)
+        elif found is None and self._label:
+            raise TrackerUnavailableError(f"W&B has no run {self.place.run_id} yet, which {self._label} has joined")
+        else:
+            # One client for all ranks: wandb-core opens a run once. Their rows' numbers tell them apart.
+            settings |= roles.shared_settings(self._label or roles.role_of(self._column), ends_run=not self._label)
+        if described is not None:  # W&B shows a run as running again that a client opens which says on which host it is
+            settings |= {"host": described.host, "x_disable_machine_info": False}
+        is_described = described is not None and (found is None or self._column is None)
+        folder = tempfile.mkdtemp(prefix=_FOLDER, dir=first)
+        arguments = datastore.arguments_of(described) if is_described else {}
+        self._run = vendor.open_to_send(self.place, arguments, folder, settings)
+        self._next_step = int(self._run.starting_step)
+
+    def send(self, directories: Sequence[Path], *, is_written: bool = True) -> int:
+        """Send what is new, or a part of it. Returns how many rows it was.
+
+        Args:
+            directories: Those of the attempts, in their order.
+            is_written: Whether a process may still write the last one.
+        """
+        count = 0
+        for directory in directories:
+            if directory not in self._files:
+                self._files[directory] = _File(directory)
+                if self._column is not None:
+                    self._files[directory].known = self._arrived(directory)
+                elif self._files[directory].first_at is not None:
+                    self._require_own_rows(self._files[directory])
+            is_last = directory == directories[-1] or self._column is not None
+            file, is_ended = self._files[directory], not (is_last and is_written)
+            rows = self._rows_of(file, is_written=not is_ended)
+            count += self._log(file, islice(rows, _MOST))
+            if count >= _MOST:
+                break
+            if is_ended and self._column is None:
+                count += self._log(file, self._new(file, attempt_at(directory).missing()))
+            file.known.clear()  # what is new from here on, W&B lacks
+        self.rows += count
+        return count
+
+    def finish(self, directories: Sequence[Path]) -> int:
+        """Send the rest, and end the run, as a failure if its process was killed before it could tell its exit code.
+
+        Returns:
+            The run's exit code.
+
+        Raises:
+            TrackerUnavailableError: W&B lacks a file or an artifact.
+        """
+        while self.send(directories, is_written=False):
+            pass
+        left, run, exit_code = self._left(directories), self._run, attempt_at(directories[-1]).exit_code
+        exit_code = 1 if exit_code is None else exit_code
+        files = Files(left)
+        if self._column is None:
+            files.ask(vendor.stored_run(self.place))
+            files.send(run)
+            if exit_code == 0:
+                vendor.forget(run, FAILURE_KEYS)
+        if exit_code == TERMINATED:
+            run.mark_preempting()
+        run.finish(exit_code=exit_code)
+        if self._column is None:  # or else `send` looks which rows W&B has
+            self._require_last_row()
+            left.clear()
+            files.require_sent(directories[-1])
+        for folder in directories[0].parent.glob(f"*{glob.escape(self.place.run_id)}*/{_FOLDER}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return exit_code
+
+    def _require_own_rows(self, file: _File) -> None:
+        """Look whether another attempt has taken steps since a part of a file was sent: then the rest comes behind."""
+        found, first_at, last = vendor.Reader(self.place).stored(), file.first_at or 0, -1.0
+        for row in datastore.rows(file.directory):
+            last = row.time if row.step + first_at < self._next_step else last
+        if found is None or last < 0 or last == found.summary.get("_timestamp"):
+            return
+        known = set(chain.from_iterable(found.values_backwards("_timestamp", first_at)))
+        rows = chain(datastore.rows(file.directory), attempt_at(file.directory).missing())
+        if (lacking := next((row for row in rows if row.time not in known), None)) is not None:
+            file.first_at = self._next_step - lacking.step
+            outbox.keep_starting_step(file.directory, file.first_at)
+
+    def _require_last_row(self) -> None:
+        """Wait until W&B has the last row. Its client may have given up in an outage.
+
+        Raises:
+            TrackerUnavailableError: W&B does not have it.
+        """
+        until = time.monotonic() + _CONFIRMED_S
+        while (found := vendor.Reader(self.place).stored()) is None or found.last_step < self._next_step - 1:
+            if time.monotonic() > until:
+                raise TrackerUnavailableError(f"W&B has not confirmed the last rows of run {self.place.run_id}")
+            time.sleep(_POLL_S)
+
+    def _arrived(self, directory: Path) -> set[int]:
+        """Return the numbers of the rows of a directory that W&B has."""
+        rows = roles.NumberedRows(self._left([directory]), str(self._column))
+        if vendor.Reader(self.place).stored() is not None:
+            time.sleep(rows.late_s())
+            rows.look(roles.numbers_at(self.place, str(self._column), rows.since))
+        return rows.known
+
+    def _left(self, directories: Sequence[Path]) -> Left:
+        return Left(self._kept, directories[0].parent, lambda other: other.directory in directories)
+
+    def _log(self, file: _File, rows: Iterable[Row]) -> int:
+        media = [file.directory / "files"]
+        return len(outbox.log_again(self._run, type(self._run), rows, file.step_metric, media))
+
+    def _rows_of(self, file: _File, *, is_written: bool) -> Iterator[Row]:
+        """Yield the new rows of a file. What else it has is sent on the way."""
+        run = self._run
+        for kind, record, data in file.records(is_written=is_written):
+            if kind == "history":
+                yield from self._new(file, [datastore.row_of(record)])
+            elif kind == "run" and self._column is None:
+                run.config.update(datastore.arguments_of(record)["config"], allow_val_change=True)
+            elif kind == "preempting":
+                run.mark_preempting()
+            elif kind in _FORWARDED or (kind in _OF_PRIMARY and not label_in(file.directory)):
+                vendor.forward(run, data)
+
+    def _new(self, file: _File, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield the rows that W&B lacks, as they are logged."""
+        for row in rows:
+            if self._column is not None:
+                number = row.values.get(self._column)
+                if isinstance(number, (int, float)) and int(number) not in file.known:
+                    yield row._replace(step=-1)
+                continue
+            if file.first_at is None:
+                file.first_at = max(0, self._next_step - row.step)
+                outbox.keep_starting_step(file.directory, file.first_at)
+            if row.step + file.first_at >= self._next_step:
+                self._next_step = row.step + file.first_at + 1
+                yield file.moved(row)
