@@ -18,6 +18,8 @@ INSTALLED := $(VENV)/.installed
 # pip compiles on one core, compileall on all of them, without a third of the code, which nothing here imports.
 # pip's warnings are left out, its errors are not.
 INSTALL := $(BIN)/pip install -qq --no-compile
+# The first pip with --group. Python's own venv may have an older one.
+PIP := pip>=25.1
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/|/kubernetes/aio/' $(VENV)/lib || true
 
 .PHONY: demo test test-all test-wide test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel release-check clean
@@ -100,19 +102,20 @@ $(TORCH): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
 	@echo "Installing into $(VENV), 1 of 2: torch and numpy. About 20 s, and the download: torch is the largest one."
 	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) '$(PIP)'
 	@$(INSTALL) "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
 	@touch $@
 
 $(FOR_DEMO): $(TORCH)
 	@echo "Installing into $(VENV), 2 of 2: wandb, flytekit, scikit-learn and matplotlib. About a minute: flytekit needs 100 packages."
-	@$(INSTALL) -e '.[demo]' -c constraints.txt
+	@$(INSTALL) -e . --group demo -c constraints.txt
 	@$(COMPILE)
 	@touch $@
 
 # pluto-ml last and beside the others, where its .pth is not run: that imports it at each start of an interpreter.
 $(INSTALLED): $(TORCH)
 	@echo "Installing into $(VENV), 2 of 2: all that the tests, docs and checks need, about 300 packages. A few minutes."
-	@$(INSTALL) -e '.[dev]' -c constraints.txt
+	@$(INSTALL) -e . --group dev -c constraints.txt
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
 	@$(COMPILE)
 	@touch $(FOR_DEMO) $@
@@ -120,8 +123,9 @@ $(INSTALLED): $(TORCH)
 $(ENGINES)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(ENGINES): torch, Ray, Dask, mpi4py and others. A few minutes."
 	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/pip install -qq --no-compile '$(PIP)'
 	@$(ENGINES)/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
-	@$(ENGINES)/bin/pip install -qq --no-compile -e '.[engines]' -c constraints.txt
+	@$(ENGINES)/bin/pip install -qq --no-compile -e . --group engines -c constraints.txt
 	@! command -v java >/dev/null || $(ENGINES)/bin/pip install -qq --no-compile pyspark -c constraints.txt
 	@$(ENGINES)/bin/python -m compileall -qq -j 0 $(ENGINES)/lib || true
 	@touch $@

@@ -65,7 +65,7 @@ def assert_viewer_shows(command: str, directory: Path, *patterns: str) -> None:
 def test_the_viewers_of_trackio_and_mlflow_serve_the_run(tmp_path):
     """Stacked decorators: each prints its line, and what it says opens that tracker's run."""
     for package in ("trackio", "mlflow", "sqlalchemy"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev]'")
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e . --group dev")
     env = {"TRACKIO_DIR": str(tmp_path / "kept"), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
     done = jobs.run([sys.executable, jobs.PROGRAMS / "local_runs.py"], tmp_path, env)
     assert done.returncode == 0, done.output

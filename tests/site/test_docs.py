@@ -402,6 +402,13 @@ def extras_of(project: str) -> set[str]:
     return set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE))
 
 
+def test_the_extras_are_those_that_a_reader_is_told():
+    """What developers need is in groups, which are not in the package's metadata."""
+    (table,) = re.findall(r"\| You use \| Extra \|\n(.*?)\n\n", PAGES["docs/start"], re.DOTALL)
+    told = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.rpartition(" | ")[2])}
+    assert extras_of("flyteplugins-tracking") == told
+
+
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml" and not block.included])
 def test_yaml_blocks_can_be_parsed(block):
     assert yaml.safe_load(block.code)

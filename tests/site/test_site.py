@@ -35,7 +35,7 @@ SEARCHES = {
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(find_spec("material") is None, reason='pip install "flyteplugins-tracking[docs]"'),
+    pytest.mark.skipif(find_spec("material") is None, reason="pip install -e . --group docs"),
 ]
 
 

@@ -205,7 +205,7 @@ def test_a_dataclass_that_is_also_a_mapping_gives_its_fields():
 
 
 def test_configs_become_plain_json():
-    numpy = pytest.importorskip("numpy", reason='numpy is not installed: pip install "flyteplugins-tracking[examples]"')
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed: pip install -e . --group demo")
     plain = {"lr": 0.1, "path": "/data", "optimizer": "ADAM"}
     assert plain_config(None) == {}
     assert plain_config(Settings()) == plain
