@@ -360,10 +360,26 @@ def test_a_batch_script_is_one_for_bash(path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
 
 
-@pytest.mark.parametrize(("left_s", "exit_code"), [(500, 0), (3600, 0), (500, 1)])
-def test_a_job_is_requeued_that_has_stopped_before_its_time_limit(tmp_path, left_s, exit_code):
+@pytest.mark.parametrize(
+    ("left_s", "exit_code", "preempted_at", "is_requeued"),
+    [
+        (500, 0, "None", True),
+        (3600, 0, "None", False),
+        (500, 1, "None", False),
+        (3600, 1, "2026-11-26T21:18:04", True),
+    ],
+)
+def test_a_job_is_requeued_that_has_stopped_for_its_time_limit_or_a_preemption(
+    tmp_path, left_s, exit_code, preempted_at, is_requeued
+):
     """`srun` and `scontrol` are replaced: no torchrun is started."""
-    scontrol = f"#!/bin/sh\n[ $1 = requeue ] && echo $2 >> {tmp_path}/requeued || echo node-0\n"
+    scontrol = f"""#!/bin/sh
+case "$1 $2" in
+    "show job") echo "   PreemptEligibleTime=2026-11-26T21:18:03 PreemptTime={preempted_at}";;
+    "show hostnames") echo node-0;;
+    requeue*) echo $2 >> {tmp_path}/requeued;;
+esac
+"""
     for name, code in {"srun": f"#!/bin/sh\necho $@\nexit {exit_code}\n", "scontrol": scontrol}.items():
         (tmp_path / name).write_text(code)
         (tmp_path / name).chmod(0o755)
@@ -377,8 +393,7 @@ def test_a_job_is_requeued_that_has_stopped_before_its_time_limit(tmp_path, left
     done = jobs.run(["bash", "-u", EXAMPLES / "slurm" / "preempted.sbatch"], tmp_path, env)
     assert done.returncode == exit_code
     assert "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node-0:29500" in done.output
-    requeued = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else ""
-    assert requeued == ("7\n" if (left_s, exit_code) == (500, 0) else "")
+    assert (tmp_path / "requeued").exists() == is_requeued
 
 
 def test_three_processes_log_to_one_run(tmp_path, server):
