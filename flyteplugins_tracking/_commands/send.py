@@ -47,7 +47,7 @@ _HEADER: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("arguments", "run_metadata"), dict),
 }
 _LONGEST_ID = 200
-_EXAMPLE = "examples: flyteplugins-tracking send wandb; on a login node: flyteplugins-tracking send --watch /shared/llm"
+_EXAMPLE = "example: flyteplugins-tracking send wandb; with --watch, on a login node, while jobs log there"
 
 
 def main(arguments: list[str]) -> int:
