@@ -28,6 +28,7 @@ from typing import Any
 from flyteplugins_tracking._commands.directories import SENT, unsent_runs
 from flyteplugins_tracking._commands.send import attempts_of, journals_in, open_run, require_servers, send_directory
 from flyteplugins_tracking._util.files import open_own, own_text, touch_own
+from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, exit_code_in, files_in, remove_torn, stored
@@ -39,7 +40,7 @@ from flyteplugins_tracking.trackers.wandb import send as wandb_files
 _ENDED, _OPEN = 1, 256
 # The file that one watcher of a directory holds the lock of. It says which.
 _LOCK = ".flyteplugins-tracking-watch"
-_printing = threading.Lock()
+_printing = register(OwnLock())
 
 
 class Watched:
@@ -319,6 +320,6 @@ def _name_of(directory: Path) -> str:
 
 def _print(text: str) -> None:
     """Print a line; on a terminal over the one with the state."""
-    with _printing:
+    with _printing.lock:
         sys.stdout.write(f"\r\033[K{text}" if sys.stdout.isatty() else text)
         sys.stdout.flush()
