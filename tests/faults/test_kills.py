@@ -278,7 +278,9 @@ def start_nodes(started, count, settings):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("run_mode", "with_step"), [("auto", False), ("auto", True), ("shared", False)], ids=["auto", "steps", "shared"]
+    ("run_mode", "with_step"),
+    [pytest.param("auto", False, marks=pytest.mark.wide), ("auto", True), ("shared", False)],
+    ids=["auto", "steps", "shared"],
 )
 def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path, run_mode, with_step):
     """The platform then ends the other node, and starts the job again on the same disk."""

@@ -22,7 +22,8 @@ from support.kills import journals_left, kill_process, kill_with_children, logge
 from support.loopback import Fault
 from support.waiting import wait_until
 
-RUN = "killed"
+# How often a job of these trackers is tried.
+TIERS = {"pluto": "full", "mlflow": "wide"}
 _moments = random.Random(45)
 
 
@@ -136,7 +137,7 @@ def test_a_wandb_run_without_network_is_live_and_has_its_true_state(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tracker", ["trackio", *(pytest.param(one, marks=pytest.mark.full) for one in ("mlflow", "pluto"))]
+    "tracker", ["trackio", *(pytest.param(one, marks=getattr(pytest.mark, tier)) for one, tier in TIERS.items())]
 )
 def test_runs_of_other_trackers_are_live_too(tmp_path, tracker):
     with cluster(tmp_path, tracker) as here:

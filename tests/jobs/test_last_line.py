@@ -61,7 +61,7 @@ def assert_viewer_shows(command: str, directory: Path, *patterns: str) -> None:
             return
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_viewers_of_trackio_and_mlflow_serve_the_run(tmp_path):
     """Stacked decorators: each prints its line, and what it says opens that tracker's run."""
     for package in ("trackio", "mlflow", "sqlalchemy"):

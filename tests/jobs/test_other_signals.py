@@ -194,7 +194,7 @@ def test_a_slow_opening_that_sigterm_interrupts_is_no_success_at_pluto(tmp_path,
         assert [run.statuses for run in server.runs if run.status != "RUNNING"] == [["TERMINATED"]]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_slow_opening_that_sigterm_interrupts_is_no_success_at_mlflow(tmp_path):
     statuses = []
     with MlflowServer(tmp_path) as server:

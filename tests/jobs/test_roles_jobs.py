@@ -377,7 +377,7 @@ def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row
 
 @pytest.mark.parametrize(
     "backend",
-    ["trackio", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "pluto"))],
+    ["trackio", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mlflow", "pluto"))],
     indirect=True,
 )
 def test_a_role_that_was_logged_to_files_is_sent_into_the_run(job, tmp_path):

@@ -312,7 +312,7 @@ def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tm
     ("run_mode", "process_group", "runs"),
     [
         ("new", "group", 8),
-        ("new", "tcp", 8),
+        pytest.param("new", "tcp", 8, marks=pytest.mark.wide),
         ("auto", "none", 4),
     ],
 )

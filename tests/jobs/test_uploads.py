@@ -57,7 +57,7 @@ def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_
     assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_long_end_says_what_it_waits_for(tmp_path):
     with WandbServer() as server:
         server.fault = Fault.slow(40, only="upload")

@@ -25,7 +25,7 @@ from parity.table import Program, Table
 TESTS = Path(__file__).parents[1]
 WAYS = ("bare", "decorated")
 # How long a program of the bare client may take: it takes 20 s on a busy machine.
-_EXIT_S = 12 * jobs.TIME_SCALE
+_EXIT_S = 4 * jobs.TIME_SCALE
 
 
 @dataclass

@@ -116,8 +116,8 @@ def test_the_slow_rank_is_named_and_an_evaluation_is_no_hang(tmp_path):
     ("name", "package", "checkpoint"),
     [
         ("checkpoints.py", "torch", "checkpoint.pt"),
-        ("hf_trainer.py", "transformers", "output/checkpoint-*/trainer_state.json"),
-        ("accelerate_training.py", "accelerate", "checkpoint/model.safetensors"),
+        pytest.param("hf_trainer.py", "transformers", "output/checkpoint-*/trainer_state.json", marks=pytest.mark.wide),
+        pytest.param("accelerate_training.py", "accelerate", "checkpoint/model.safetensors", marks=pytest.mark.wide),
         ("lightning_ddp.py", "lightning", "last.ckpt"),
     ],
 )
