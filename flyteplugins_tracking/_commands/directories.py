@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from flyteplugins_tracking._util.files import is_own_directory, is_own_file
+from flyteplugins_tracking._util.files import is_own_directory, is_own_file, open_own, own_text
 from flyteplugins_tracking._util.text import listed
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
@@ -19,6 +22,8 @@ _DEEPEST, _MOST = 8, 20_000
 # W&B's own directory may have the first name. Others that begin with a dot have environments, caches and repositories.
 _HIDDEN = (".wandb",)
 _SHOWN = 5
+# The file that the one watcher of a directory holds the lock of. It says which.
+_LOCK = ".flyteplugins-tracking-watch"
 
 
 def is_run(directory: Path) -> bool:
@@ -31,9 +36,42 @@ def has_unsent(directory: Path) -> bool:
     return bool(files_in(directory)) or wandb_files.is_unsent(directory)
 
 
-def unsent_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the directories in and below others that have what was not sent yet, also those that are written."""
-    return [path for path in Found(paths, is_watched=True).runs if has_unsent(path)]
+def require_unwatched(directory: Path, own: Collection[Path] = ()) -> None:
+    """Refuse a directory that another process watches, or one above it.
+
+    Args:
+        directory: The directory.
+        own: Those that this process watches.
+
+    Raises:
+        TrackerUnavailableError: It does.
+    """
+    resolved = directory.resolve()
+    for watched in (resolved, *resolved.parents):
+        if watched not in own and (watched / _LOCK).exists():  # closing an own one would free it
+            with suppress(OSError):  # another user's
+                os.close(hold(watched))
+
+
+def hold(directory: Path) -> int:
+    """Lock a directory. Returns the descriptor of the lock, which the system frees when this process ends.
+
+    Raises:
+        TrackerUnavailableError: Another process holds it.
+    """
+    path = directory / _LOCK
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)
+    except BlockingIOError:
+        os.close(descriptor)
+        who = own_text(path) or "another process"
+        raise TrackerUnavailableError(f"{directory} is watched already: {who} sends what its runs log") from None
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
 
 
 class Found:

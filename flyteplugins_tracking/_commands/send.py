@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from flyteplugins_tracking._commands.directories import SENT, Found
+from flyteplugins_tracking._commands.directories import SENT, Found, require_unwatched
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, touch_own
@@ -73,8 +73,6 @@ def main(arguments: list[str]) -> int:
     try:
         if given.watch:
             return watch.watch(given.directories, given.interval, given.killed_after, until_done=given.until_done)
-        for path in given.directories:
-            watch.require_unwatched(path)
         found = Found(given.directories)
         for text in chain(found.texts, _send(list(found.runs.values()))):
             sys.stdout.write(f"{text}\n")
@@ -98,6 +96,7 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
     others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
     for path in [*others, *of_wandb]:
         try:
+            require_unwatched(path)
             yield wandb_files.send(path, of_wandb) if path in of_wandb else send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
@@ -123,7 +122,7 @@ def send_directory(directory: Path) -> str:
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     is_begun = is_own_file(directory / SENT)
     # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
-    left = [journal for journal in journals if not is_begun or any(True for _ in journal.lines())]
+    left = [one for one in journals if not is_begun or one.sent().records or any(True for _ in one.lines())]
     if not left and not is_begun:
         raise ValueError(
             f"{directory} has nothing of a run" if directory.is_dir() else f"{directory} is not a directory"
@@ -136,14 +135,15 @@ def send_directory(directory: Path) -> str:
         directories, rows = _send_attempt(attempt, ends_run=attempt is attempts[-1])
         kept_again |= directories
         rejected += rows
-    _remove_empty(directory)
+    remove_empty(directory)
     unsent = sorted(str(path) for path in kept_again if stored(path))
     if unsent:
         raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
     require_all_sent(directory)
     if rejected:
         raise TrackerUnavailableError(
-            f"{directory} was sent, but for {rejected} rows that the service rejects: the files are kept as *.bad"
+            f"{directory} was sent, but for {rejected} rows that the service rejects: the files are kept as *.bad",
+            is_outage=False,
         )
     return (
         f"sent {directory} as run {left[0].header['id']}" if left else f"{directory} has nothing that is not sent yet"
@@ -161,7 +161,7 @@ def require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None:
             require_server(directory, variable, address, os.environ.get(variable))
 
 
-def _remove_empty(directory: Path) -> None:
+def remove_empty(directory: Path) -> None:
     """Remove what has nothing to send."""
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
         if not journal.is_open() and not any(True for _ in journal.entries()):

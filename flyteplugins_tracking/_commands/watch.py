@@ -11,35 +11,38 @@ another node may differ.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._commands.directories import SENT, unsent_runs
-from flyteplugins_tracking._commands.send import attempts_of, journals_in, open_run, require_servers, send_directory
-from flyteplugins_tracking._util.files import open_own, own_text, touch_own
+from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, hold, require_unwatched
+from flyteplugins_tracking._commands.send import (
+    attempts_of,
+    journals_in,
+    open_run,
+    remove_empty,
+    require_servers,
+    send_directory,
+)
+from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
-from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, exit_code_in, files_in, remove_torn, stored
+from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, exit_code_in, files_in, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.wandb import datastore, live, outbox
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 # How many runs are sent at once that have ended, and how many are open at the most: each may wait for its service.
 _ENDED, _OPEN = 1, 256
-# The file that one watcher of a directory holds the lock of. It says which.
-_LOCK = ".flyteplugins-tracking-watch"
 _printing = register(OwnLock())
 
 
@@ -59,8 +62,9 @@ class Watched:
     doing: Future[None] | None = None
     rows, error, is_refused, is_written = 0, "", False, True
 
-    def __init__(self, name: str) -> None:
-        self.name, self.directories = name, list[Path]()
+    def __init__(self, name: str, watched: Collection[Path]) -> None:
+        """`watched` are the directories that this process watches."""
+        self.name, self.directories, self._watched = name, list[Path](), watched
         self._seen: object = None
         self._sign_at = 0.0
 
@@ -81,14 +85,19 @@ class Watched:
         files = [path for one in self.directories for glob in ("*.wandb", f"*{SUFFIX}") for path in one.glob(glob)]
         seen = [(path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
         is_held = any(StoredJournal({}, path).is_open() for path in files if path.name.endswith(SUFFIX))
-        if is_held or seen != self._seen:
+        has_changed = seen != self._seen
+        is_sign = is_held or (has_changed and self._seen is not None)
+        if is_held or has_changed:
             self._seen, self._sign_at = seen, time.monotonic()
-        self.is_written = is_held or not (time.monotonic() > self._sign_at + killed_s or self.has_end())
+        # To look for its end, a whole file is read: not of a run that was written since.
+        self.is_written = is_sign or not (time.monotonic() > self._sign_at + killed_s or self.has_end())
 
     def act(self) -> None:
         """Send what is new, and the end of a run that has ended."""
         try:
             was_open = self.opened is not None
+            if not was_open:
+                require_unwatched(self.directories[0], self._watched)
             if self.is_written:
                 self.rows += self.send()
                 if self.opened is not None and not was_open:
@@ -97,6 +106,8 @@ class Watched:
                 self._say(self.finish())
             self.error, self.is_refused = "", False
         except Exception as error:  # the others go on
+            if isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(self.directories[0])):
+                return  # its job, or its next attempt, takes it away just now
             kind = "" if isinstance(error, (TrackingError, ValueError)) else f"{type(error).__name__}: "
             text = f"not sent: {kind}{first_line(error)}"
             if text != self.error:
@@ -123,7 +134,12 @@ class WandbRun(Watched):
             self.opened = None
         elif self.opened is None and any(map(_is_described, self.directories)):
             self.opened = live.LiveRun(self.directories)
-        return 0 if self.opened is None else int(self.opened.send(self.directories))
+        try:
+            return 0 if self.opened is None else int(self.opened.send(self.directories))
+        except Exception as error:
+            if self.opened.is_lost(error):
+                self.opened = None
+            raise
 
     def finish(self) -> str:
         run, self.opened = None if self._is_online() else self.opened, None
@@ -146,22 +162,28 @@ class KeptRun(Watched):
     _journals: Sequence[StoredJournal] = ()
 
     def has_end(self) -> bool:
-        *_, last = self._attempts()
-        return any("exit_code" in line for line in last[0].lines())
+        return any("exit_code" in line for last in self._attempts()[-1:] for line in last[0].lines())
 
     def send(self) -> int:
-        *before, last = self._attempts()
-        rows = 0
-        for attempt in before:
-            rows += self._open(attempt).follow(attempt, is_written=False)
+        if self._is_online():
+            self.opened = None
+            return 0
+        rows, attempts = 0, self._attempts()
+        for attempt in attempts:
+            is_last = attempt is attempts[-1]
+            is_written = self.is_written if is_last else any(journal.is_open() for journal in attempt)
+            rows += self._open(attempt).follow(attempt, is_written=is_written)
+            if is_last or is_written:  # a later attempt's rows come behind all of an earlier one
+                break
             self._end(attempt, ends_run=False)
-        return rows + self._open(last).follow(last, is_written=self.is_written)
+        return rows
 
     def finish(self) -> str:
-        if self.opened is None and not any(one.sent().records for one in stored(self.directories[0])):
+        attempts = self._attempts()
+        if self.opened is None or not attempts:
             return send_directory(self.directories[0])
         self.rows += self.send()
-        return _ended(self._end(self._attempts()[-1], ends_run=True))
+        return _ended(self._end(attempts[-1], ends_run=True))
 
     def _attempts(self) -> list[list[StoredJournal]]:
         paths = files_in(self.directories[0])
@@ -169,10 +191,14 @@ class KeptRun(Watched):
             self._journals, self._paths = journals_in(self.directories[0]), paths
         return list(attempts_of(self._journals))
 
+    def _is_online(self) -> bool:
+        """Whether an attempt of the job writes it that has the service, and sends what others have left."""
+        journals = [journal for attempt in self._attempts() for journal in attempt]
+        return any(journal.is_open() for journal in journals if not journal.header.get("is_kept", True))
+
     def _open(self, attempt: Sequence[StoredJournal]) -> OutboxHandle:
         if self.opened is None or self._attempt != attempt[0].name:
             require_servers(self.directories[0], attempt)
-            touch_own(self.directories[0] / SENT)
             self.opened, self._attempt = open_run(attempt, follows=True), attempt[0].name
         if not isinstance(self.opened, OutboxHandle):
             raise TrackerUnavailableError("a run of this tracker is sent when it has ended")
@@ -183,12 +209,16 @@ class KeptRun(Watched):
         handle.ends_run = ends_run and handle.request.plan.role is None
         exit_code = exit_code_in(attempt[0].lines())
         handle.finish(exit_code)
-        if str(self.directories[0].resolve()) in handle.unsent():
+        if str(attempt[0].path.parent) in handle.unsent():
             raise TrackerUnavailableError("the service has not taken the run's end")
+        touch_own(self.directories[0] / SENT)
         for journal in attempt:
             handle.before_removal(journal)
             journal.remove(is_bad=handle.rejected_rows > 0)
-        remove_torn(self.directories[0])
+        if ends_run:
+            remove_empty(self.directories[0])
+        if handle.rejected_rows:
+            raise ValueError(f"the service rejects {handle.rejected_rows} rows: the files are kept as *.bad")
         return exit_code
 
 
@@ -197,23 +227,35 @@ class Watcher:
 
     Attributes:
         runs: Those that are not sent, by their names.
+        is_whole: Whether all that was found is sent, or on its way, so far.
     """
+
+    is_whole = True
 
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
         self.runs: dict[str, Watched] = {}
-        self._paths, self._killed_s, self._sent = paths, killed_s, 0
+        self._paths, self._watched = paths, [path.resolve() for path in paths]
+        self._killed_s, self._sent, self._unseen = killed_s, 0, ""
         self._of_ended, self._of_open = ThreadPoolExecutor(_ENDED), ThreadPoolExecutor(_OPEN)
 
     def look(self) -> None:
         """Find runs, and have each send what is new, beside the others."""
         found: dict[str, list[Path]] = {}
-        for path in unsent_runs(self._paths):
-            found.setdefault(_name_of(path), []).append(path)
-        for name in [name for name, run in self.runs.items() if name not in found and not run.is_busy]:
-            self._sent += self.runs.pop(name).rows
+        try:
+            for path in self._find():
+                found.setdefault(_name_of(path), []).append(path)
+            unseen = ""
+        except (TrackingError, OSError) as error:  # a file system that is away, for one
+            unseen = str(error)
+        if unseen not in ("", self._unseen):
+            _print(f"{time.strftime('%H:%M:%S')} {unseen}\n")
+        self._unseen = unseen
+        for name in [name for name, run in self.runs.items() if name not in found and not (run.is_busy or unseen)]:
+            run = self.runs.pop(name)
+            self._sent, self.is_whole = self._sent + run.rows, self.is_whole and not run.is_refused
         for name, paths in found.items():
             kind = WandbRun if wandb_files.is_run_directory(paths[0]) else KeptRun
-            run = self.runs.setdefault(name, kind(name))
+            run = self.runs.setdefault(name, kind(name, self._watched))
             if run.is_busy:
                 continue
             run.directories = wandb_files.in_order(paths)
@@ -221,10 +263,19 @@ class Watcher:
                 run.look(self._killed_s)
             run.doing = (self._of_open if run.is_written or run.opened else self._of_ended).submit(run.act)
 
+    def _find(self) -> Iterator[Path]:
+        for path in self._paths:
+            path.stat()
+        found = Found(self._paths, is_watched=True)
+        yield from filter(has_unsent, found.runs.values())
+        found.require_all_seen()
+
     @property
     def is_done(self) -> bool:
         """Whether no run is open, and all is sent, or refused."""
-        return not any(run.is_busy or run.is_written or not run.is_refused for run in self.runs.values())
+        return not self._unseen and not any(
+            run.is_busy or run.is_written or not run.is_refused for run in self.runs.values()
+        )
 
     def __str__(self) -> str:
         runs = list(self.runs.values())
@@ -247,58 +298,27 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
     """
     for path in paths:
         require_unwatched(path)
-    held = [_hold(path) for path in paths]
-    ended, numbers = threading.Event(), list[int]()
-
-    def end(number: int, _: object) -> None:
-        numbers.append(number)
-        ended.set()
-
+    held = [hold(path) for path in paths]
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, _end_process)
     watcher = Watcher(paths, killed_s)
-    while not ended.is_set():
+    while True:
         watcher.look()
         if sys.stdout.isatty():
             _print(str(watcher))
         if until_done and watcher.is_done:
             break
-        ended.wait(interval_s)
+        time.sleep(interval_s)
     for descriptor in held:
         os.close(descriptor)
-    if not numbers:
-        return int(bool(watcher.runs))
-    _print(f"ended by {signal.Signals(numbers[0]).name}\n")
-    os._exit(128 + numbers[0])  # without waiting for a service: whatever was under way is sent by the next one
+    return int(bool(watcher.runs) or not watcher.is_whole)
 
 
-def require_unwatched(path: Path) -> None:
-    """Refuse a directory that another process watches.
-
-    Raises:
-        TrackerUnavailableError: It does.
-    """
-    resolved = path.resolve()
-    for directory in (resolved, *resolved.parents):
-        if (directory / _LOCK).exists():
-            with suppress(OSError):  # another user's
-                os.close(_hold(directory))
-
-
-def _hold(directory: Path) -> int:
-    """Lock a directory. Returns the descriptor of the lock, which the system frees when this process ends."""
-    path = directory / _LOCK
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)
-    except BlockingIOError:
-        who = own_text(path) or "another process"
-        raise TrackerUnavailableError(f"{directory} is watched already: {who} sends what its runs log") from None
-    except OSError:
-        pass  # a file system without locks
-    return descriptor
+def _end_process(number: int, _: object) -> None:
+    """End at once, whatever is under way and wherever it waits: the next one sends it."""
+    with suppress(OSError):
+        os.write(1, f"ended by {signal.Signals(number).name}\n".encode())
+    os._exit(128 + number)
 
 
 def _ended(exit_code: int) -> str:

@@ -10,6 +10,14 @@ A record is in the operating system's hands when `add` returns: SIGKILL loses no
 CRC is the checksum of what follows, in hexadecimal digits. There is a newline before each line and one behind it, so
 that a damaged byte, or a line that a full disk has cut off, costs its own line only. Empty lines mean nothing.
 
+Who sends a journal while another machine writes it cannot add an `acknowledged` to the file: on NFS, two machines that
+append overwrite each other's lines. That line is in a file beside it then, `NAME.journal.txt.sent`, as one of
+
+    CRC sending COUNT STEP    the service has the first COUNT records, and perhaps some more
+    CRC sent COUNT STEP       it has no more
+
+where STEP is that of the next row without a step.
+
 A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is JSON that no service's format is in:
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
@@ -35,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_file, open_own, own_text, replace_whole
+from flyteplugins_tracking._util.files import is_own_file, open_own, replace_whole
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -50,7 +58,7 @@ SUFFIX = ".journal.txt"
 # A damaged file whose other records the service has.
 _BAD = ".bad"
 # What a line has in the place of a record's number, if it has no record.
-_HEADER, _ACKNOWLEDGED = b"header", b"acknowledged"
+_HEADER, _ACKNOWLEDGED, _SENDING, _SENT = b"header", b"acknowledged", b"sending", b"sent"
 _CRC_SIZE, _LONGEST_NUMBER = 8, 20
 # The longest line that is read, in bytes: a file that is none of ours may have no newline.
 _LONGEST_LINE = 256_000_000
@@ -83,11 +91,13 @@ class Sent(NamedTuple):
         records: How many records.
         last_step: The run's last step then: a row without a step gets the next one. None if it is not known.
         position: Where they end in the file; 0 if that is not known.
+        is_sending: Whether the service may have some more: these get the same steps again.
     """
 
     records: int = 0
     last_step: int | None = None
     position: int = 0
+    is_sending: bool = False
 
 
 class Journal(PerProcess):
@@ -300,14 +310,16 @@ class StoredJournal:
 
     def sent(self) -> Sent:
         """Return what a sender has sent while the journal was written."""
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            noted = json.loads(own_text(self._note) or "{}")
-            return Sent(int(noted["acknowledged"]), int(noted["step"]))
+        for name, text in _parsed(self._note):
+            count, _, step = text.partition(b" ")
+            if name in (_SENDING, _SENT) and _is_number(count) and _is_number(step):
+                return Sent(int(count), int(step) - 1, is_sending=name == _SENDING)
         return Sent()
 
     def note(self, sent: Sent) -> None:
-        """Keep what is sent, before what follows is: whoever sends that again gives it the same steps."""
-        replace_whole(self._note, encode({"acknowledged": sent.records, "step": sent.last_step}))
+        """Keep what is sent, also before what follows is: whoever sends that again gives it the same steps."""
+        step = -1 if sent.last_step is None else sent.last_step
+        replace_whole(self._note, _line(_SENDING if sent.is_sending else _SENT, b"%d %d" % (sent.records, step + 1)))
 
     def new_lines(self, sent: Sent, *, is_written: bool) -> tuple[list[Line], Sent]:
         """Return lines that have come since, at most 1,000, and where they end: `sent` itself if there are none.
@@ -318,7 +330,7 @@ class StoredJournal:
         """
         entries, position = list[Entry](), sent.position
         with open(open_own(self.path), "rb") as file:
-            file.seek(position)
+            position = file.seek(position if position <= os.fstat(file.fileno()).st_size else 0)  # cut off since
             while len(entries) < _MOST_LINES and (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
                 name, text = _parse(line.removesuffix(b"\n"))
                 if line != b"\n" and not name and is_written:
@@ -331,7 +343,6 @@ class StoredJournal:
 
     @property
     def _note(self) -> Path:
-        """Beside the file: it is its writer's, which may be on another machine, where an appended line may get lost."""
         return Path(f"{self.path}.sent")
 
     def is_open(self) -> bool:
@@ -377,7 +388,11 @@ def stored(directory: Path) -> list[StoredJournal]:
 
 def files_in(directory: Path) -> list[Path]:
     """Return the files of a directory's journals that are not empty. They may be damaged, or another user's."""
-    return [path for path in directory.glob(f"*{SUFFIX}") if path.lstat().st_size]
+    found = []
+    for path in sorted(directory.glob(f"*{SUFFIX}")):
+        with suppress(FileNotFoundError):  # its owner removes it just now
+            found += [path] if path.lstat().st_size else []
+    return found
 
 
 def require_all_sent(directory: Path) -> None:
@@ -389,7 +404,8 @@ def require_all_sent(directory: Path) -> None:
     if left := files_in(directory):
         names = ", ".join(printable(path.name) for path in left)
         raise TrackerUnavailableError(
-            f"{directory} was sent, but for what is in these files, which are damaged or not this user's alone: {names}"
+            f"{directory} was sent, but for what is in these files, which are damaged or not this user's alone: {names}",
+            is_outage=False,
         )
 
 

@@ -189,22 +189,23 @@ class OutboxHandle(client.ClientHandle):
 
     def follow(self, journals: Sequence[StoredJournal], *, is_written: bool) -> int:
         """Send what has come to journals that other processes write. Returns how many rows it was."""
-        noted = {journal.path: step for journal in journals if (step := journal.sent().last_step) is not None}
-        if noted and not self._followed:  # of an earlier sender, which may have been killed: the same steps again
-            self.steps.last = max(noted.values())
+        noted = {journal.path: journal.sent() for journal in journals}
+        steps = [sent.last_step for sent in noted.values() if sent.last_step is not None]
+        if steps and not self._followed:  # of an earlier sender, which may have been killed: the same steps again
+            self.steps.last = max(steps)
         rows = 0
-        for journal in sorted(journals, key=lambda one: noted.get(one.path, -1), reverse=True):
+        for journal in sorted(journals, key=lambda one: not noted[one.path].is_sending):
             while True:
-                sent = self._followed.get(journal.path, journal.sent())._replace(last_step=self.steps.last)
+                sent = self._followed.get(journal.path, noted[journal.path])._replace(last_step=self.steps.last)
                 lines, after = journal.new_lines(sent, is_written=is_written)
                 if after == sent:
                     break
                 if lines:
-                    journal.note(sent)
+                    journal.note(sent._replace(is_sending=True))
                     rows += self._outbox.send_now(lines)
                     records = after.records - ("exit_code" in lines[-1])  # who ends the run later needs that
                     journal.note(Sent(records, self.steps.last))
-                self._followed[journal.path] = after
+                self._followed[journal.path] = after._replace(is_sending=False)
         return rows
 
     def resume(self) -> None:
@@ -222,7 +223,7 @@ class OutboxHandle(client.ClientHandle):
 
     def _open_outbox(self) -> None:
         request = self.sendable()
-        header = {**_header(request, self._tracker, self.id), **self.header}
+        header = {**_header(request, self._tracker, self.id), **self.header, "is_kept": self._sink is None}
         rank = request.info.rank if request.info else 0
         # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"

@@ -462,7 +462,8 @@ def require_server(directory: Path, variable: str, address: str, own: str | None
     if address.rstrip("/") != without_credentials(own or "").rstrip("/"):
         raise TrackerUnavailableError(
             f"{directory} is of the server {without_credentials(address)}, for which this process is not set up: it "
-            f"gets no key of this process. If the server is right: export {_set(variable, address)}"
+            f"gets no key of this process. If the server is right: export {_set(variable, address)}",
+            is_outage=False,
         )
 
 

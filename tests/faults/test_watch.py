@@ -33,6 +33,7 @@ class Cluster:
     def __init__(self, directory: Path, backend: backends.Backend) -> None:
         self.directory, self.backend = directory, backend
         self.started: list[jobs.Process] = []
+        self.resends = False  # whether a sender is killed at any moment
 
     def start_job(self, env: Mapping[str, str] | None = None) -> jobs.Process:
         """Start an attempt, and return when it has logged its first row."""
@@ -56,9 +57,9 @@ class Cluster:
         return jobs.finish(self.start(*options), self.directory)
 
     def runs(self) -> list[backends.Kept]:
-        if isinstance(self.backend, backends.PlutoBackend):
+        if isinstance(self.backend, backends.PlutoBackend) and self.resends:
             for run in self.backend._server.runs:
-                run.duplicates = 0  # equal rows, which a killed watcher has sent: a chart has one of them
+                run.duplicates = 0  # equal rows, which a killed process has sent: a chart has one of them
         with suppress(sqlite3.OperationalError):  # the file is being made
             return self.backend.runs("p")
         return []

@@ -52,6 +52,7 @@ class _File:
         first = next(iter(self._attempt.rows()), None)
         self._is_placed = first is not None and first.is_placed
         self.known: set[int] = set()  # the numbers of rows that W&B had before
+        self.is_done = False  # whether its process has ended, and all was read: it may be long
 
     @property
     def step_metric(self) -> str | None:
@@ -127,17 +128,24 @@ class LiveRun:
                     self._files[directory].known = self._arrived(directory)
                 elif self._files[directory].first_at is not None:
                     self._require_own_rows(self._files[directory])
-            is_last = directory == directories[-1] or self._column is not None
-            file, is_ended = self._files[directory], not (is_last and is_written)
+            file, is_last = self._files[directory], directory == directories[-1] or self._column is not None
+            if file.is_done:
+                continue
+            is_ended = not is_written or not (is_last or attempt_at(directory).is_open())
             rows = self._rows_of(file, is_written=not is_ended)
             count += self._log(file, islice(rows, _MOST))
-            if count >= _MOST:
+            if count >= _MOST or not (is_ended or is_last):  # a later attempt's rows come behind all of an earlier one
                 break
             if is_ended and self._column is None:
                 count += self._log(file, self._new(file, attempt_at(directory).missing()))
+            file.is_done = is_ended
             file.known.clear()  # what is new from here on, W&B lacks
         self.rows += count
         return count
+
+    def is_lost(self, error: Exception) -> bool:
+        """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
+        return isinstance(error, vendor.service_gone(self._run, error))
 
     def finish(self, directories: Sequence[Path]) -> int:
         """Send the rest, and end the run, as a failure if its process was killed before it could tell its exit code.

@@ -1,0 +1,322 @@
+"""`send --watch` in this process: what it does with journals that other processes write, take away and damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import wait_until
+
+from flyteplugins_tracking._commands import directories, send
+from flyteplugins_tracking._commands import watch as watching
+from flyteplugins_tracking._commands.watch import Watcher
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers import outbox as outboxes
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.journal import Line, Sent, stored
+from flyteplugins_tracking.trackers.kept import OutboxHandle
+from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
+
+# A process that keeps rows in a journal: on each line of its input, how many.
+WRITER = """
+import json, sys
+from pathlib import Path
+from flyteplugins_tracking.trackers.journal import Journal, encode
+directory, name, header, first = sys.argv[1:]
+journal, count = Journal(Path(directory), name, json.loads(header)), int(first)
+for text in sys.stdin:
+    for _ in range(int(text)):
+        journal.add(encode({"row": {"n": count}, "step": None, "time": 1.0 + count}))
+        count += 1
+    print(flush=True)
+"""
+HEADER = {
+    **{"tracker": "kept", "id": "train", "group": None, "primary": True, "attempt": 0, "is_kept": True},
+    **{"arguments": {"project": "p"}, "run_metadata": {}},
+}
+
+
+class Service(Tracker):
+    """A service that has one of equal rows, and the steps and the end of a run."""
+
+    name, title = "kept", "Kept"
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int]] = []  # the numbers and steps of rows, as often as they came
+        self.ends: list[int] = []
+        self.opened = 0
+        self.is_away = threading.Event()
+        self.rejects: Any = lambda line: False
+
+    def open(self, request: RunRequest) -> Handle:
+        self.opened += 1
+        return _Handle(request, self, self)
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        if self.is_away.is_set():
+            raise AwayError("it is away")
+        if any(map(self.rejects, lines)):
+            raise RejectedError("it is not right")
+        self.rows += [(line["row"]["n"], self.steps.take(line["step"])) for line in lines if "row" in line]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.rows]
+
+
+class _Handle(OutboxHandle):
+    def __init__(self, request: RunRequest, tracker: Tracker, service: Service) -> None:
+        super().__init__(request, tracker, service)
+        self.service, self.run = service, None
+        service.steps, self.steps.last = self.steps, max((step for _, step in service.rows), default=-1)
+
+    def end_run(self, exit_code: int, timeout_s: float) -> None:
+        if self.service.is_away.is_set():
+            raise AwayError("it is away")
+        if self.ends_run:
+            self.service.ends.append(exit_code)
+
+
+class Writer:
+    def __init__(self, directory: Path, name: str, first: int, **header: Any) -> None:
+        arguments = [str(directory), name, json.dumps({**HEADER, **header}), str(first)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([sys.executable, "-c", WRITER, *arguments], text=True, **pipes)
+
+    def log(self, count: int) -> None:
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr(outboxes, "_WAIT_S", 0.01)
+    for name in ("_SHORTEST_PAUSE_S", "_LONGEST_PAUSE_S", "_LAST_PAUSE_S"):
+        monkeypatch.setattr(outboxes, name, 0.01)
+    made = Service()
+    monkeypatch.setattr(send, "find_tracker", lambda _: made)
+    return made
+
+
+@contextmanager
+def writer(directory: Path, name: str = "a", first: int = 0, **header: Any) -> Iterator[Writer]:
+    made = Writer(directory / "run", name, first, **header)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+@pytest.fixture
+def watcher(tmp_path):
+    return Watcher([tmp_path], killed_s=0.05)
+
+
+def look(watcher: Watcher, times: int = 1) -> None:
+    for _ in range(times):
+        watcher.look()
+        for run in watcher.runs.values():
+            run.doing.result(60)
+
+
+def look_until_done(watcher: Watcher) -> None:
+    wait_until(lambda: look(watcher) or watcher.is_done)
+
+
+def test_an_attempt_that_still_writes_is_not_ended_when_a_later_one_begins(tmp_path, service, watcher):
+    with writer(tmp_path, "a") as first, writer(tmp_path, "b", 100) as second:
+        first.log(3)
+        look(watcher)
+        second.log(2)
+        look(watcher, 2)
+        first.log(2)
+        look(watcher)
+        first.kill()
+        look(watcher, 2)
+        assert service.numbers == [0, 1, 2, 3, 4, 100, 101]
+        assert service.ends == []
+        second.kill()
+        look_until_done(watcher)
+    assert service.numbers == [0, 1, 2, 3, 4, 100, 101]
+    assert [step for _, step in service.rows] == [*range(7)]
+    assert service.ends == [1]
+    assert watcher.is_whole
+
+
+def test_rows_that_were_on_their_way_get_the_same_steps_when_all_ranks_have_logged_more(tmp_path, service, watcher):
+    """The watcher was killed between the rows of one rank and its note: the rows of the other must not take the steps."""
+    with writer(tmp_path, "a") as first, writer(tmp_path, "b", 100, primary=False) as second:
+        first.log(2)
+        second.log(2)
+        look(watcher)
+        arrived = dict(service.rows)
+        (_, of_second) = stored(tmp_path / "run")
+        of_second.note(Sent(0, 1, is_sending=True))
+        first.log(2)
+        look(Watcher([tmp_path], killed_s=60))
+        assert {number: step for number, step in service.rows if number in arrived} == arrived
+        assert len({step for _, step in set(service.rows)}) == len(set(service.rows)) == 6
+
+
+def test_send_ends_a_run_whose_rows_a_killed_watcher_has_sent(tmp_path, service, watcher):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / directories.SENT).touch()  # of an earlier attempt
+    with writer(tmp_path) as only:
+        only.log(2)
+        look(watcher)
+    send.send_directory(tmp_path / "run")
+    assert service.numbers == [0, 1]
+    assert service.ends == [1]
+    assert stored(tmp_path / "run") == []
+
+
+def test_an_attempt_that_has_the_service_is_left_to_itself_until_it_is_killed(tmp_path, service, watcher):
+    with writer(tmp_path, is_kept=False) as only:
+        only.log(2)
+        look(watcher, 3)
+        assert service.opened == 0
+    look_until_done(watcher)
+    assert service.numbers == [0, 1]
+    assert service.ends == [1]
+
+
+def test_an_end_that_the_service_has_not_taken_is_sent_later_from_a_relative_path(tmp_path, service, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    watcher = Watcher([Path()], killed_s=0.05)
+    taking = _Handle.end_run
+    with writer(tmp_path) as only:
+        only.log(2)
+        look(watcher)
+    monkeypatch.setattr(_Handle, "end_run", lambda *_: 1 / 0)
+    time.sleep(0.1)
+    look(watcher, 2)
+    assert stored(tmp_path / "run")
+    monkeypatch.setattr(_Handle, "end_run", taking)
+    look_until_done(watcher)
+    assert service.ends == [1]
+    assert set(service.numbers) == {0, 1}
+
+
+def test_rows_that_the_service_rejects_are_told_and_kept(tmp_path, service, watcher, capsys):
+    service.rejects = lambda line: line.get("row") == {"n": 1}
+    with writer(tmp_path) as only:
+        only.log(3)
+        look(watcher)
+    look_until_done(watcher)
+    look(watcher)
+    assert service.numbers == [0, 2]
+    assert not watcher.is_whole
+    assert "the service rejects 1 rows" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run").glob("*.bad")] == ["a.journal.txt.bad"]
+
+
+def test_what_is_away_or_wrong_is_not_done(tmp_path, service, watcher, capsys):
+    with writer(tmp_path) as only:
+        only.log(1)
+        look(watcher)
+        tmp_path.rename(tmp_path.with_name("away"))
+        look(watcher, 2)
+        assert not watcher.is_done
+        assert capsys.readouterr().out.count("No such file") == 1
+        tmp_path.with_name("away").rename(tmp_path)
+        only.log(1)
+        look(watcher)
+        assert service.numbers == [0, 1]
+    (tmp_path / "run" / "b.journal.txt").write_bytes(b"\n00000000 header {}\n")
+    look_until_done(watcher)
+    assert list(watcher.runs)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_journal_that_its_owner_removes_or_cuts_off_costs_no_other_row(
+    tmp_path, service, watcher, capsys, is_removed
+):
+    path = tmp_path / "run" / "a.journal.txt"
+    with writer(tmp_path) as only:
+        only.log(50)
+        look(watcher)
+        if is_removed:
+            path.unlink()
+        else:
+            os.truncate(path, 300)
+            only.log(2)
+        look(watcher)
+    look_until_done(watcher)
+    assert service.numbers == [*range(50 if is_removed else 52)]
+    assert "not sent" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["garbage", "torn", "link", "another user's", "huge"])
+def test_a_note_that_is_none_costs_no_row(tmp_path, service, watcher, damage):
+    with writer(tmp_path) as only:
+        only.log(3)
+        look(watcher)
+        (left,) = stored(tmp_path / "run")
+        note, whole = left._note, left._note.read_bytes()
+        if damage == "link":
+            note.unlink()
+            note.symlink_to("/etc/passwd")
+        elif damage == "another user's":
+            if os.geteuid():
+                pytest.skip("needs root")
+            os.chown(note, 65534, 65534)
+        else:
+            note.write_bytes({"garbage": b"\xff{", "torn": whole[:-4], "huge": b'{"acknowledged": 1e999}'}[damage])
+        only.log(2)
+        look(Watcher([tmp_path], killed_s=60))
+    assert set(service.numbers) == {0, 1, 2, 3, 4}
+
+
+def test_nobody_watches_what_is_above_or_below_what_another_process_watches(tmp_path, service, capsys):
+    with writer(tmp_path / "below") as only:
+        only.log(1)
+        held = "import sys; from flyteplugins_tracking._commands.directories import *; hold(Path(sys.argv[1])); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", f"{held}", str(tmp_path / "below")], stdin=subprocess.PIPE, text=True
+        ) as other:
+            wait_until(lambda: (tmp_path / "below" / directories._LOCK).exists() and _is_watched(tmp_path / "below"))
+            watcher = Watcher([tmp_path], killed_s=60)
+            look(watcher)
+            assert "is watched already: host" in capsys.readouterr().out
+            assert send.main([str(tmp_path)]) == 1
+            assert "is watched already: host" in capsys.readouterr().err
+            assert service.numbers == []
+            other.communicate("\n")
+        look(watcher)
+        assert service.numbers == [0]
+
+
+def _is_watched(directory: Path) -> bool:
+    try:
+        directories.require_unwatched(directory)
+    except TrackerUnavailableError:
+        return True
+    return False
+
+
+def test_sigterm_ends_it_at_once_wherever_it_waits(tmp_path, service, capfd):
+    """Also when a disk or a service does not answer, and when nobody reads what it prints."""
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGTERM, watching._end_process)
+        watching._printing.acquire()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(600)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in capfd.readouterr().out
