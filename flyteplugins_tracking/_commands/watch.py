@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence

@@ -404,7 +404,7 @@ def require_all_sent(directory: Path) -> None:
     if left := files_in(directory):
         names = ", ".join(printable(path.name) for path in left)
         raise TrackerUnavailableError(
-            f"{directory} was sent, but for what is in these files, which are damaged or not this user's alone: {names}",
+            f"{directory} was sent, but for what is in these files, which are damaged or not yours alone: {names}",
             is_outage=False,
         )
 

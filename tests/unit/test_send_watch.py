@@ -159,7 +159,7 @@ def test_an_attempt_that_still_writes_is_not_ended_when_a_later_one_begins(tmp_p
 
 
 def test_rows_that_were_on_their_way_get_the_same_steps_when_all_ranks_have_logged_more(tmp_path, service, watcher):
-    """The watcher was killed between the rows of one rank and its note: the rows of the other must not take the steps."""
+    """The watcher was killed between one rank's rows and their note: the other's rows must not take their steps."""
     with writer(tmp_path, "a") as first, writer(tmp_path, "b", 100, primary=False) as second:
         first.log(2)
         second.log(2)
