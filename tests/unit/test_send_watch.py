@@ -314,7 +314,7 @@ def test_sigterm_ends_it_at_once_wherever_it_waits(tmp_path, service, capfd):
     child = os.fork()
     if not child:
         signal.signal(signal.SIGTERM, watching._end_process)
-        watching._printing.acquire()
+        watching._printing.lock.acquire()
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         time.sleep(600)
         os._exit(0)
