@@ -266,7 +266,7 @@ class Watcher:
         for path in self._paths:
             path.stat()
         found = Found(self._paths, is_watched=True)
-        yield from filter(has_unsent, found.runs.values())
+        yield from filter(has_unsent, found.runs)
         found.require_all_seen()
 
     @property

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from support import backends, jobs
 from support.harness import ends, job, torchrun
-from support.kills import journals_left, kill_process, kill_with_children, logged, moments
+from support.kills import Kill, journals_left, kill_process, kill_with_children, logged, moments
 from support.loopback import Fault
 from support.waiting import wait_until
 
@@ -33,7 +34,7 @@ class Cluster:
     def __init__(self, directory: Path, backend: backends.Backend) -> None:
         self.directory, self.backend = directory, backend
         self.started: list[jobs.Process] = []
-        self.resends = False  # whether a sender is killed at any moment
+        self.resends = False  # whether a killed watcher may have sent what it has not noted
 
     def start_job(self, env: Mapping[str, str] | None = None) -> jobs.Process:
         """Start an attempt, and return when it has logged its first row."""
@@ -59,7 +60,7 @@ class Cluster:
     def runs(self) -> list[backends.Kept]:
         if isinstance(self.backend, backends.PlutoBackend) and self.resends:
             for run in self.backend._server.runs:
-                run.duplicates = 0  # equal rows, which a killed process has sent: a chart has one of them
+                run.duplicates = 0  # equal rows: a chart has one of them
         with suppress(sqlite3.OperationalError):  # the file is being made
             return self.backend.runs("p")
         return []
@@ -75,6 +76,14 @@ class Cluster:
     def wait_for_more_rows(self, watcher: jobs.Process) -> None:
         count = len(self.arrived())
         wait_until(lambda: len(self.arrived()) > count, watcher)
+        self.arrived()
+        self.resends = False
+
+    def kill(self, watcher: jobs.Process, kill: Kill = kill_process) -> None:
+        self.resends = True
+        if watcher.poll() is None:
+            kill(watcher.pid)
+        watcher.communicate()
 
     def assert_each_once(self) -> None:
         """A row that was being logged when its process was killed may have arrived, or not."""
@@ -145,7 +154,7 @@ def test_runs_of_other_trackers_are_live_too(tmp_path, tracker):
         attempt, watcher = here.start_job(), here.watch()
         here.wait_for_more_rows(watcher)
         here.wait_for_more_rows(watcher)
-        end(watcher)
+        here.kill(watcher)
         # The job's: one of the watcher would count as a later attempt.
         assert len(list(here.directory.rglob("*.journal.txt"))) == 1
         watcher = here.watch()
@@ -155,7 +164,7 @@ def test_runs_of_other_trackers_are_live_too(tmp_path, tracker):
         wait_until(lambda: here.state == "failed", watcher)
         attempt = here.start_job()
         wait_until(lambda: here.state == "running", watcher)
-        end(watcher)
+        here.kill(watcher)
         watcher = here.watch("--until-done")
         here.wait_for_more_rows(watcher)
         (here.directory / "stop").touch()
@@ -183,9 +192,49 @@ def test_every_row_arrives_once_whenever_the_job_or_the_watcher_is_killed(tmp_pa
         for _ in range(moments(3)):
             watcher = here.watch()
             killed_again_and_again(2, here.start_job, 5.0)
-            if watcher.poll() is None:
-                _moments.choice([kill_process, kill_with_children])(watcher.pid)
+            here.kill(watcher, _moments.choice([kill_process, kill_with_children]))
         attempt, watcher = here.start_job(), here.watch("--until-done")
+        (here.directory / "stop").touch()
+        assert jobs.finish(attempt, here.directory).returncode == 0
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        rows, arrived = logged(here.directory), here.arrived()
+        text = (
+            f"{tracker}: {2 * moments(3)} SIGKILLs of the job, {moments(3)} of the watcher: {len(rows)} rows logged, "
+        )
+        print(f"{text}{len({*rows} & {*arrived})} arrived, {len(arrived) - len({*arrived})} twice")
+        here.assert_each_once()
+        assert here.state == "finished"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+def test_an_attempt_that_still_ends_when_the_next_one_has_begun_loses_nothing(tmp_path, tracker):
+    with cluster(tmp_path, tracker) as here:
+        first, watcher = here.start_job(), here.watch("--until-done")
+        here.wait_for_more_rows(watcher)
+        second = here.start_job()
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+        end(first)
+        wait_until(lambda: here.arrived()[-1] >= 200_000, watcher)
+        (here.directory / "stop").touch()
+        assert jobs.finish(second, here.directory).returncode == 0
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        here.assert_each_once()
+        assert here.state == "finished"
+
+
+@pytest.mark.full
+def test_a_wandb_core_that_dies_is_replaced(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        attempt, watcher = here.start_job(), here.watch("--until-done")
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+            for child in psutil.Process(watcher.pid).children(recursive=True):
+                child.kill()
+        here.wait_for_more_rows(watcher)
         (here.directory / "stop").touch()
         assert jobs.finish(attempt, here.directory).returncode == 0
         done = jobs.finish(watcher, here.directory)
