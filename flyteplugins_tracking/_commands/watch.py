@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, hold, require_unwatched
 from flyteplugins_tracking._commands.send import (
@@ -54,12 +54,13 @@ class Watched:
         rows: How many rows were sent.
         error: What keeps it from being sent; empty for nothing.
         is_refused: Whether that does not pass.
+        is_whole: Whether the service has rejected none of its rows.
         is_written: Whether its writer may live.
     """
 
     opened: Any = None
     doing: Future[None] | None = None
-    rows, error, is_refused, is_written = 0, "", False, True
+    rows, error, is_refused, is_whole, is_written = 0, "", False, True, True
 
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
@@ -72,12 +73,8 @@ class Watched:
         """Whether its last process has kept the status with which it has ended."""
 
     @abstractmethod
-    def send(self) -> int:
-        """Send what is new. Returns how many rows it was."""
-
-    @abstractmethod
-    def finish(self) -> str:
-        """Send the rest, and end the run. Returns what was done, in words."""
+    def send(self) -> str:
+        """Send what is new, and end a run that is not written. Returns what was done then, in words."""
 
     def look(self, killed_s: float) -> None:
         """See whether its writer lives. It is killed so many seconds after its last sign of life."""
@@ -97,12 +94,9 @@ class Watched:
             was_open = self.opened is not None
             if not was_open:
                 require_unwatched(self.directories[0], self._watched)
-            if self.is_written:
-                self.rows += self.send()
-                if self.opened is not None and not was_open:
-                    self._say("is open: what it logs is sent")
-            else:
-                self._say(self.finish())
+            text = self.send()
+            if text or (self.opened is not None and not was_open):
+                self._say(text or "is open: what it logs is sent")
             self.error, self.is_refused = "", False
         except Exception as error:  # the others go on
             if isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(self.directories[0])):
@@ -128,20 +122,24 @@ class WandbRun(Watched):
     def has_end(self) -> bool:
         return outbox.attempt_at(self.directories[-1]).exit_code is not None
 
-    def send(self) -> int:
+    def send(self) -> str:
         if self._is_online():
             self.opened = None
-        elif self.opened is None and any(map(_is_described, self.directories)):
+        elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
             self.opened = live.LiveRun(self.directories)
-        try:
-            return 0 if self.opened is None else int(self.opened.send(self.directories))
-        except Exception as error:
-            if self.opened.is_lost(error):
-                self.opened = None
-            raise
+        if not self.is_written:
+            return self._finish()
+        if self.opened is not None:
+            try:
+                self.rows += self.opened.send(self.directories)
+            except Exception as error:
+                if self.opened.is_lost(error):
+                    self.opened = None
+                raise
+        return ""
 
-    def finish(self) -> str:
-        run, self.opened = None if self._is_online() else self.opened, None
+    def _finish(self) -> str:
+        run, self.opened = self.opened, None
         exit_code = None if run is None else run.finish(self.directories)
         # What was never open here; and in a run with several writers, what W&B lacks.
         left = [path for path in self.directories if not outbox.is_synced(path) or stored(path)]
@@ -157,32 +155,32 @@ class KeptRun(Watched):
     """The directory with the journals of a run of another tracker."""
 
     _attempt = ""  # the first journal of the one that is open
+    _waits_for_end = False  # whether its tracker cannot follow a journal
     _paths: Sequence[Path] = ()
     _journals: Sequence[StoredJournal] = ()
 
     def has_end(self) -> bool:
         return any("exit_code" in line for last in self._attempts()[-1:] for line in last[0].lines())
 
-    def send(self) -> int:
-        if self._is_online():
+    def send(self) -> str:
+        attempts = self._attempts()
+        online = [one for one in self._journals if not one.header.get("is_kept", True)]
+        if any(one.is_open() for one in online):  # an attempt that has the service sends what others have left
             self.opened = None
-            return 0
-        rows, attempts = 0, self._attempts()
+            return ""
+        if not self.is_written and self.opened is None and (online or not attempts or self._waits_for_end):
+            return send_directory(self.directories[0])
+        if self._waits_for_end:
+            return ""
+        exit_code = 1
         for attempt in attempts:
             is_last = attempt is attempts[-1]
             is_written = self.is_written if is_last else any(journal.is_open() for journal in attempt)
-            rows += self._open(attempt).follow(attempt, is_written=is_written)
-            if is_last or is_written:  # a later attempt's rows come behind all of an earlier one
-                break
-            self._end(attempt, ends_run=False)
-        return rows
-
-    def finish(self) -> str:
-        attempts = self._attempts()
-        if self.opened is None or not attempts:
-            return send_directory(self.directories[0])
-        self.rows += self.send()
-        return _ended(self._end(attempts[-1], ends_run=True))
+            self.rows += self._open(attempt).follow(attempt, is_written=is_written)
+            if is_written:  # a later attempt's rows come behind all of an earlier one
+                return ""
+            exit_code = self._end(attempt, ends_run=is_last)
+        return _ended(exit_code)
 
     def _attempts(self) -> list[list[StoredJournal]]:
         paths = files_in(self.directories[0])
@@ -190,18 +188,15 @@ class KeptRun(Watched):
             self._journals, self._paths = journals_in(self.directories[0]), paths
         return list(attempts_of(self._journals))
 
-    def _is_online(self) -> bool:
-        """Whether an attempt of the job writes it that has the service, and sends what others have left."""
-        journals = [journal for attempt in self._attempts() for journal in attempt]
-        return any(journal.is_open() for journal in journals if not journal.header.get("is_kept", True))
-
     def _open(self, attempt: Sequence[StoredJournal]) -> OutboxHandle:
         if self.opened is None or self._attempt != attempt[0].name:
             require_servers(self.directories[0], attempt)
-            self.opened, self._attempt = open_run(attempt, follows=True), attempt[0].name
-        if not isinstance(self.opened, OutboxHandle):
-            raise TrackerUnavailableError("a run of this tracker is sent when it has ended")
-        return self.opened
+            handle, self._attempt = open_run(attempt, follows=True), attempt[0].name
+            if not isinstance(handle, OutboxHandle):
+                self._waits_for_end = True
+                raise TrackerUnavailableError("a run of this tracker is sent when it has ended")
+            self.opened = handle
+        return cast("OutboxHandle", self.opened)
 
     def _end(self, attempt: Sequence[StoredJournal], *, ends_run: bool) -> int:
         handle, self.opened = self._open(attempt), None
@@ -217,7 +212,8 @@ class KeptRun(Watched):
         if ends_run:
             remove_empty(self.directories[0])
         if handle.rejected_rows:
-            raise ValueError(f"the service rejects {handle.rejected_rows} rows: the files are kept as *.bad")
+            self.is_whole = False
+            self._say(f"the service rejects {handle.rejected_rows} rows: the files are kept as *.bad")
         return exit_code
 
 
@@ -226,32 +222,30 @@ class Watcher:
 
     Attributes:
         runs: Those that are not sent, by their names.
-        is_whole: Whether all that was found is sent, or on its way, so far.
     """
 
-    is_whole = True
+    _sent, _is_whole, _problem, _is_away = 0, True, "", False
 
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
         self.runs: dict[str, Watched] = {}
         self._paths, self._watched = paths, [path.resolve() for path in paths]
-        self._killed_s, self._sent, self._unseen = killed_s, 0, ""
+        self._killed_s = killed_s
         self._of_ended, self._of_open = ThreadPoolExecutor(_ENDED), ThreadPoolExecutor(_OPEN)
 
     def look(self) -> None:
         """Find runs, and have each send what is new, beside the others."""
         found: dict[str, list[Path]] = {}
+        before, self._problem, self._is_away = self._problem, "", False
         try:
             for path in self._find():
                 found.setdefault(_name_of(path), []).append(path)
-            unseen = ""
-        except (TrackingError, OSError) as error:  # a file system that is away, for one
-            unseen = str(error)
-        if unseen not in ("", self._unseen):
-            _print(f"{time.strftime('%H:%M:%S')} {unseen}\n")
-        self._unseen = unseen
-        for name in [name for name, run in self.runs.items() if name not in found and not (run.is_busy or unseen)]:
+        except (TrackingError, OSError) as error:  # too many directories, or a file system that is away
+            self._problem, self._is_away = str(error), isinstance(error, OSError)
+        if self._problem not in ("", before):
+            _print(f"{time.strftime('%H:%M:%S')} {self._problem}\n")
+        for name in [name for name, run in self.runs.items() if not (name in found or run.is_busy or self._is_away)]:
             run = self.runs.pop(name)
-            self._sent, self.is_whole = self._sent + run.rows, self.is_whole and not run.is_refused
+            self._sent, self._is_whole = self._sent + run.rows, self._is_whole and run.is_whole and not run.is_refused
         for name, paths in found.items():
             kind = WandbRun if wandb_files.is_run_directory(paths[0]) else KeptRun
             run = self.runs.setdefault(name, kind(name, self._watched))
@@ -272,9 +266,13 @@ class Watcher:
     @property
     def is_done(self) -> bool:
         """Whether no run is open, and all is sent, or refused."""
-        return not self._unseen and not any(
-            run.is_busy or run.is_written or not run.is_refused for run in self.runs.values()
-        )
+        runs = self.runs.values()
+        return not (self._is_away or any(run.is_busy or run.is_written or not run.is_refused for run in runs))
+
+    @property
+    def is_all_sent(self) -> bool:
+        """Whether everything that there was is sent."""
+        return self._is_whole and not (self.runs or self._problem)
 
     def __str__(self) -> str:
         runs = list(self.runs.values())
@@ -310,7 +308,7 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
         time.sleep(interval_s)
     for descriptor in held:
         os.close(descriptor)
-    return int(bool(watcher.runs) or not watcher.is_whole)
+    return int(not watcher.is_all_sent)
 
 
 def _end_process(number: int, _: object) -> None:
@@ -321,7 +319,7 @@ def _end_process(number: int, _: object) -> None:
 
 
 def _ended(exit_code: int) -> str:
-    return f"has ended with exit code {exit_code}: all is sent"
+    return f"has ended with exit code {exit_code}, and is sent"
 
 
 def _is_described(directory: Path) -> bool:

@@ -209,11 +209,13 @@ def test_every_row_arrives_once_whenever_the_job_or_the_watcher_is_killed(tmp_pa
 
 @pytest.mark.full
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
-def test_an_attempt_that_still_ends_when_the_next_one_has_begun_loses_nothing(tmp_path, tracker):
+def test_an_attempt_that_still_ends_when_the_next_one_has_begun_on_another_node_loses_nothing(tmp_path, tracker):
+    node = tmp_path / "node"
+    node.mkdir(0o700)
     with cluster(tmp_path, tracker) as here:
         first, watcher = here.start_job(), here.watch("--until-done")
         here.wait_for_more_rows(watcher)
-        second = here.start_job()
+        second = here.start_job({"XDG_RUNTIME_DIR": str(node)})
         for _ in range(2):
             here.wait_for_more_rows(watcher)
         end(first)
@@ -223,7 +225,7 @@ def test_an_attempt_that_still_ends_when_the_next_one_has_begun_loses_nothing(tm
         done = jobs.finish(watcher, here.directory)
         assert done.returncode == 0, done.output
         here.assert_each_once()
-        assert here.state == "finished"
+        assert here.state == "finished", done.output
 
 
 @pytest.mark.full

@@ -23,6 +23,7 @@ from flyteplugins_tracking._commands.watch import Watcher
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import Line, Sent, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
@@ -35,6 +36,9 @@ from flyteplugins_tracking.trackers.journal import Journal, encode
 directory, name, header, first = sys.argv[1:]
 journal, count = Journal(Path(directory), name, json.loads(header)), int(first)
 for text in sys.stdin:
+    if text == "end\\n":
+        journal.add(encode({"exit_code": 0}))
+        break
     for _ in range(int(text)):
         journal.add(encode({"row": {"n": count}, "step": None, "time": 1.0 + count}))
         count += 1
@@ -98,6 +102,9 @@ class Writer:
         self.process.stdin.flush()
         self.process.stdout.readline()
 
+    def end(self) -> None:
+        self.process.communicate("end\n")
+
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
@@ -155,7 +162,8 @@ def test_an_attempt_that_still_writes_is_not_ended_when_a_later_one_begins(tmp_p
     assert service.numbers == [0, 1, 2, 3, 4, 100, 101]
     assert [step for _, step in service.rows] == [*range(7)]
     assert service.ends == [1]
-    assert watcher.is_whole
+    look(watcher)
+    assert watcher.is_all_sent
 
 
 def test_rows_that_were_on_their_way_get_the_same_steps_when_all_ranks_have_logged_more(tmp_path, service, watcher):
@@ -220,9 +228,68 @@ def test_rows_that_the_service_rejects_are_told_and_kept(tmp_path, service, watc
     look_until_done(watcher)
     look(watcher)
     assert service.numbers == [0, 2]
-    assert not watcher.is_whole
+    assert not watcher.is_all_sent
     assert "the service rejects 1 rows" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "run").glob("*.bad")] == ["a.journal.txt.bad"]
+
+
+def test_a_run_of_a_tracker_without_an_outbox_is_sent_when_it_has_ended(tmp_path, service, watcher, monkeypatch):
+    class Plain(ClientHandle):
+        write = lambda self, row, step, **_: service.rows.append((row["n"], -1))  # noqa: E731
+        end = lambda self, exit_code: service.ends.append(exit_code)  # noqa: E731
+
+    monkeypatch.setattr(service, "open", lambda request: Plain(request, "Plain"))
+    with writer(tmp_path) as only:
+        only.log(2)
+        look(watcher, 3)
+        assert service.numbers == []
+    look_until_done(watcher)
+    assert service.numbers == [0, 1]
+    assert service.ends == [1]
+
+
+def test_rows_of_a_run_that_had_ended_before_are_noted_too_before_they_are_sent(
+    tmp_path, service, watcher, monkeypatch
+):
+    with writer(tmp_path) as only:
+        only.log(3)
+        only.end()
+    sends, noted = service.send, list[Sent]()
+
+    def send_noted(lines: Sequence[Line], timeout_s: float | None) -> None:
+        noted.extend(one.sent() for one in stored(tmp_path / "run") if any("row" in line for line in lines))
+        sends(lines, timeout_s)
+
+    monkeypatch.setattr(service, "send", send_noted)
+    look_until_done(watcher)
+    assert noted == [Sent(0, -1, is_sending=True)]
+    assert service.rows == [(0, 0), (1, 1), (2, 2)]
+    assert service.ends == [0]
+
+
+def test_rows_of_an_outage_arrive_once_also_when_the_job_ends_in_it(tmp_path, service, watcher):
+    with writer(tmp_path) as only:
+        only.log(2)
+        look(watcher)
+        service.is_away.set()
+        only.log(2)
+        watcher.look()
+        only.log(2)
+    time.sleep(0.1)
+    watcher.look()
+    assert not watcher.is_done
+    service.is_away.clear()
+    look_until_done(watcher)
+    assert service.numbers == [*range(6)]
+    assert service.ends == [1]
+
+
+def test_directories_that_are_too_deep_are_told_and_are_not_all_sent(tmp_path, service, watcher, capsys):
+    (tmp_path / "/".join("abcdefghijkl")).mkdir(parents=True)
+    look(watcher, 2)
+    assert watcher.is_done
+    assert not watcher.is_all_sent
+    assert capsys.readouterr().out.count("too deep") == 1
 
 
 def test_what_is_away_or_wrong_is_not_done(tmp_path, service, watcher, capsys):
@@ -310,7 +377,7 @@ def _is_watched(directory: Path) -> bool:
 
 
 def test_sigterm_ends_it_at_once_wherever_it_waits(tmp_path, service, capfd):
-    """Also when a disk or a service does not answer, and when nobody reads what it prints."""
+    """Also when a disk or a service does not answer, and when another thread prints."""
     child = os.fork()
     if not child:
         signal.signal(signal.SIGTERM, watching._end_process)
