@@ -88,11 +88,16 @@ class OutboxHandle(client.ClientHandle):
         self.undo = ExitStack()
         self._left_in: str | None = None  # the directory of what was not sent in time
         self._has_earlier = False  # whether attempts are sent that this machine has kept
+        self.steps.last = max(self.steps.last, self.stored_step())  # before the outbox sends the first row
         self._open_outbox()
 
     def tell_role(self, values: Mapping[str, Any]) -> None:
         """Log the state of a role, below its name: as a row, if the service has no better place."""
         self.put({"row": dict(values), "step": max(0, self.steps.last), "time": time.time()})
+
+    def stored_step(self) -> int:
+        """Return the last step that the run has at its service; -1 for none. Called once, before anything is sent."""
+        return -1
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:  # noqa: ARG002 as trackers need it
         """Send the run's status within `timeout_s` seconds, after its lines. Called in every rank's end.

@@ -245,6 +245,21 @@ def test_a_wandb_core_that_dies_is_replaced(tmp_path):
         assert here.state == "finished"
 
 
+@pytest.mark.parametrize(
+    "tracker", ["pluto", *(pytest.param(one, marks=pytest.mark.full) for one in ("mlflow", "trackio"))]
+)
+@pytest.mark.parametrize("options", [(), pytest.param(("--watch", "--until-done"), marks=pytest.mark.full)])
+def test_attempts_that_have_ended_before_are_sent_one_behind_the_other(tmp_path, tracker, options):
+    with cluster(tmp_path, tracker) as here:
+        (here.directory / "stop").touch()
+        for _ in range(2):
+            assert jobs.finish(here.start_job(), here.directory).returncode == 0
+        done = here.send(*options)
+        assert done.returncode == 0, done.output
+        here.assert_each_once()
+        assert here.state == "finished"
+
+
 @pytest.mark.full
 def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_path):
     with cluster(tmp_path, "wandb") as here:

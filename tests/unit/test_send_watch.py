@@ -82,7 +82,10 @@ class _Handle(OutboxHandle):
     def __init__(self, request: RunRequest, tracker: Tracker, service: Service) -> None:
         super().__init__(request, tracker, service)
         self.service, self.run = service, None
-        service.steps, self.steps.last = self.steps, max((step for _, step in service.rows), default=-1)
+
+    def stored_step(self) -> int:
+        self._tracker.steps = self.steps  # of the sink
+        return max((step for _, step in self._tracker.rows), default=-1)
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
         if self.service.is_away.is_set():
@@ -191,6 +194,14 @@ def test_send_ends_a_run_whose_rows_a_killed_watcher_has_sent(tmp_path, service,
     assert service.numbers == [0, 1]
     assert service.ends == [1]
     assert stored(tmp_path / "run") == []
+
+
+def test_the_rows_of_attempts_that_are_sent_together_have_steps_of_their_own(tmp_path, service):
+    for number, name in enumerate("abc"):
+        with writer(tmp_path, name, 10 * number) as one:
+            one.log(2)
+    send.send_directory(tmp_path / "run")
+    assert service.rows == [(0, 0), (1, 1), (10, 2), (11, 3), (20, 4), (21, 5)]
 
 
 def test_an_attempt_that_has_the_service_is_left_to_itself_until_it_is_killed(tmp_path, service, watcher):

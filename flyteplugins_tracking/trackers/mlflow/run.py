@@ -76,11 +76,6 @@ class MlflowHandle(OutboxHandle):
         self._other_params: dict[str, str] = {}
         sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), values, steps)
         super().__init__(request, tracker, sink, values, steps)
-        # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
-        is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
-        self.is_resumed = opened.is_resumed or is_retry
-        of_service = vendor.last_step(opened.run, prefix_of(request)) if self.is_resumed else -1
-        steps.last = max(steps.last, of_service)
         self.run = run_class()(opened.run, self)
         self.undo = undo.pop_all()
         try:
@@ -92,6 +87,16 @@ class MlflowHandle(OutboxHandle):
             self.undo.close()
             self._send_end(1, _STATUS_S)
             raise
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run existed before this attempt of the job."""
+        # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
+        is_retry = self._barrier is not None and self._barrier.is_retry and not self.request.plan.primary
+        return self.opened.is_resumed or is_retry
+
+    def stored_step(self) -> int:
+        return vendor.last_step(self.opened.run, prefix_of(self.request)) if self.is_resumed else -1
 
     @property
     def url(self) -> str | None:

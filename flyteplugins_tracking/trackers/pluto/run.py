@@ -17,6 +17,7 @@ from flyteplugins_tracking.trackers.client import Status, join_calls, prefix_of,
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
+from flyteplugins_tracking.trackers.outbox import AwayError
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.open import remove_directory
 from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, PlutoSink, Service
@@ -44,7 +45,7 @@ class PlutoHandle(OutboxHandle):
     )
 
     def __init__(self, request: RunRequest, tracker: Tracker, op: Any, queue: Queue) -> None:
-        self._queue = queue
+        self._queue, self._op = queue, op
         self.header = {"files": queue.directory}  # who has sent the rows removes them
         values = PlutoSanitizer(tracker.title, prefix_of(request))
         steps = _steps(request, values)
@@ -101,8 +102,6 @@ class PlutoHandle(OutboxHandle):
         """Have calls on the client's run object come here if they would end the run or write to it."""
         import pluto
 
-        if isinstance(self._sink, PlutoSink) and (not request.plan.ends_run or self.run.resumed):
-            self._continue_steps(request)
         self.run.log = self._log
         self.run.finish, self.run.close = self._finish, _do_nothing
         join_calls(pluto.init, _join)
@@ -118,19 +117,23 @@ class PlutoHandle(OutboxHandle):
         pluto.log = self.run.log
         self._queue.connect(self._outbox.put)
 
-    def _continue_steps(self, request: RunRequest) -> None:
+    def stored_step(self) -> int:
         """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts."""
+        if not isinstance(self._sink, PlutoSink) or (self.request.plan.ends_run and not self._op.resumed):
+            return -1
         try:
-            until = min(time.monotonic() + REQUEST_S / 2, request.deadline)
-            answer = Service(self.run.settings, until).post("/step", "")
-            self.steps.last = max(self.steps.last, int(answer.json()["step"]))
+            until = min(time.monotonic() + REQUEST_S / 2, self.request.deadline)
+            return int(Service(self._op.settings, until).post("/step", "").json()["step"])
         except Exception as error:
+            if self.request.earlier:  # nobody waits for it
+                raise AwayError(f"the service does not say the run's last step ({type(error).__name__})") from error
             logger.warning(
                 "Pluto: the service does not say the last step of run %s (%s): rows that are logged without step= may "
                 "replace an earlier attempt's rows in charts",
                 self.id,
                 type(error).__name__,
             )
+            return -1
 
     def _log(self, data: Any, step: Any = None, commit: Any = None, timestamp: Any = None) -> None:  # noqa: ARG002
         """Log a row: the `log` of the run object. The client itself does nothing with `commit`."""

@@ -41,11 +41,9 @@ class TrackioHandle(OutboxHandle):
         values = MetricSanitizer(tracker.title, prefix_of(request))
         steps = Steps(values)
         self._rows = TrackioSink(store, run, steps, request.plan.ends_run and not store.shows_config)
+        self._stored = stored
         super().__init__(request, tracker, self._rows, values, steps)
-        is_retry = request.plan.primary or self._barrier is None or self._barrier.is_retry
-        last_step = stored.last_step if stored is not None and is_retry else None  # not this attempt's, of another rank
-        steps.last = max(steps.last, -1 if last_step is None else last_step)
-        run.resumed = stored is not None and (request.plan.primary or last_step is not None)
+        run.resumed = stored is not None and (request.plan.primary or (self._is_retry and stored.last_step is not None))
         run.tracking, self.run = self, run
         self._section = dict(run.config[request.plan.role]) if request.plan.role is not None else {}
         run.config.update({key: value for key, value in self._section.items() if key != request.plan.role})  # for reads
@@ -64,6 +62,15 @@ class TrackioHandle(OutboxHandle):
     @property
     def place(self) -> str:
         return self._store.place
+
+    @property
+    def _is_retry(self) -> bool:
+        """Whether what is stored is an earlier attempt's, and not this one's, of another rank."""
+        return self.request.plan.primary or self._barrier is None or self._barrier.is_retry
+
+    def stored_step(self) -> int:
+        last_step = self._stored.last_step if self._stored is not None and self._is_retry else None
+        return -1 if last_step is None else last_step
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         at = self.steps.take(step)
