@@ -411,8 +411,9 @@ def test_three_processes_log_to_one_run(tmp_path, server):
 def test_the_files_for_a_login_node_start_a_watcher(tmp_path):
     """The line of a crontab, and the unit of systemd, on a directory without runs, with their end when all is sent."""
     folder = EXAMPLES / "login_node"
+    *_, runs, line = (folder / "crontab").read_text().splitlines()
     cron = (
-        (folder / "crontab").read_text().splitlines()[-1].split(None, 5)[5].replace("~/.lock", str(tmp_path / "lock"))
+        line.split(None, 5)[5].replace("~/.lock", str(tmp_path / "lock")).replace("$RUNS", runs.removeprefix("RUNS="))
     )
     unit = re.findall(r"^ExecStart=(.+)$", (folder / "tracking.service").read_text(), re.MULTILINE)[0]
     for line in (cron, f"{unit.replace('%h/venv/bin/', '')} --until-done"):
