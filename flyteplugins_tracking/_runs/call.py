@@ -418,8 +418,12 @@ class CallEnd:
 
 def _may_be_of_sigterm(error: BaseException) -> bool:
     """Whether an exception, or one that it comes from, says that another process of this one has been terminated."""
-    # The end of a pipe to a child; and what torch, `concurrent.futures` and `subprocess` say.
-    return any(isinstance(one, (EOFError, ConnectionError)) or _LOST_CHILD.search(str(one)) for one in causes(error))
+    with suppress(Exception):  # an exception's own `__str__` may raise
+        # The end of a pipe to a child; and what torch, `concurrent.futures` and `subprocess` say.
+        return any(
+            isinstance(one, (EOFError, ConnectionError)) or _LOST_CHILD.search(str(one)) for one in causes(error)
+        )
+    return False
 
 
 # The failures that this process has announced as the end of its rank.
