@@ -14,6 +14,7 @@ import pytest
 from support import jobs
 
 from flyteplugins_tracking import ConfigError, IdentityError, get_run, tracking_init
+from flyteplugins_tracking._commands.watch import _name_of
 from flyteplugins_tracking._rank.info import iter_ranks
 from flyteplugins_tracking._rank.plan import RunPlan, plan
 from flyteplugins_tracking.testing import simulate
@@ -23,7 +24,7 @@ from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb.roles import NumberedRows
-from flyteplugins_tracking.trackers.wandb.send import in_order
+from flyteplugins_tracking.trackers.wandb.send import in_order, label_in
 
 
 class OneWriter(Tracker):
@@ -170,6 +171,17 @@ def test_the_primary_is_sent_behind_the_other_ranks_and_roles_behind_it(tmp_path
         (directory / f"run-{'other' if 'other' in directory.name else 'r'}.wandb").touch()
     ordered = [path.name.partition("_00000")[2] for path in in_order(reversed(directories))]
     assert ordered == ["2-r-rank-1", "3-r-rank-10", "1-r", "5-r", "6-other", "4-r-eval"]
+
+
+def test_a_directory_whose_name_was_taken_is_of_no_role(tmp_path):
+    """W&B's client gives it a number. Its rows were sent beside those of the same run, and replaced some of them."""
+    attempts = [tmp_path / name for name in ("offline-run-20260101_000001-r", "offline-run-20260101_000001-r-1")]
+    for directory in attempts:
+        directory.mkdir()
+        (directory / "run-r.wandb").touch()
+    assert [label_in(directory) for directory in attempts] == ["", ""]
+    assert len({_name_of(directory) for directory in attempts}) == 1
+    assert in_order(reversed(attempts)) == attempts
 
 
 # Which of the rows that are left have arrived

@@ -95,9 +95,11 @@ def is_rank(directory: Path) -> bool:
 def label_in(directory: Path) -> str:
     """Return the name of a writer that does not end the run: of a role, or another rank than the primary. Or else "".
 
-    It is a suffix: see `open.py`.
+    It is the suffix that `open._adapt_to_part` has W&B's client give the directory. The client's own is a number: of a
+    directory whose name was taken, since the run was opened twice in a second.
     """
-    return directory.name.partition(f"-{outbox.run_id_of(directory)}-")[2]
+    suffix = directory.name.partition(f"-{outbox.run_id_of(directory)}-")[2]
+    return "" if suffix.isdecimal() else suffix
 
 
 def send(directory: Path, together: Collection[Path] = ()) -> str:
