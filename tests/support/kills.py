@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -35,7 +36,8 @@ def kill_process(pid: int) -> None:
 def kill_with_children(pid: int) -> None:
     """Kill all processes of the job at once, as when its node dies."""
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+            process.send_signal(signal.SIGKILL)
 
 
 def logged_by_killed_training(
