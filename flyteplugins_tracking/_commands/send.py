@@ -64,14 +64,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--killed-after", type=_seconds, default=120.0, metavar="S", help=killed_help)
     until_help = "with --watch: end when no run is open and all is sent"
     parser.add_argument("--until-done", action="store_true", help=until_help)
-    from flyteplugins_tracking._commands import watch
-
     try:
         given = parser.parse_args(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
         if given.watch:
+            from flyteplugins_tracking._commands import watch
+
             return watch.watch(given.directories, given.interval, given.killed_after, until_done=given.until_done)
         found = Found(given.directories)
         for text in chain(found.texts, _send(list(found.runs.values()))):

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -45,7 +45,7 @@ _ENDED, _OPEN = 1, 256
 _printing = register(OwnLock())
 
 
-class Watched:
+class Watched(ABC):
     """A run that is looked at again and again: found, open at its service, ended.
 
     Attributes:

@@ -97,7 +97,8 @@ class LiveRun:
         self._column, self._label = roles.column_in(attempt), label_in(first)
         self._files: dict[Path, _File] = {}
         vendor.drop_unusable_service()
-        settings, found = dict[str, Any](_SETTINGS), vendor.Reader(self.place).stored()
+        self._reader = vendor.Reader(self.place)
+        settings, found = dict[str, Any](_SETTINGS), self._reader.stored()
         if self._column is None:
             outbox.await_count(first.parent, self.place.run_id, time.monotonic() + _COUNTED_S)
         elif found is None and self._label:
@@ -179,7 +180,7 @@ class LiveRun:
 
     def _require_own_rows(self, file: _File) -> None:
         """Look whether another attempt has taken steps since a part of a file was sent: then the rest comes behind."""
-        found, first_at, last = vendor.Reader(self.place).stored(), file.first_at or 0, -1.0
+        found, first_at, last = self._reader.stored(), file.first_at or 0, -1.0
         for row in datastore.rows(file.directory):
             last = row.time if row.step + first_at < self._next_step else last
         if found is None or last < 0 or last == found.summary.get("_timestamp"):
@@ -197,7 +198,7 @@ class LiveRun:
             TrackerUnavailableError: W&B does not have it.
         """
         until = time.monotonic() + _CONFIRMED_S
-        while (found := vendor.Reader(self.place).stored()) is None or found.last_step < self._next_step - 1:
+        while (found := self._reader.stored()) is None or found.last_step < self._next_step - 1:
             if time.monotonic() > until:
                 raise TrackerUnavailableError(f"W&B has not confirmed the last rows of run {self.place.run_id}")
             time.sleep(_POLL_S)
@@ -205,7 +206,7 @@ class LiveRun:
     def _arrived(self, directory: Path) -> set[int]:
         """Return the numbers of the rows of a directory that W&B has."""
         rows = roles.NumberedRows(self._left([directory]), str(self._column))
-        if vendor.Reader(self.place).stored() is not None:
+        if self._reader.stored() is not None:
             time.sleep(rows.late_s())
             rows.look(roles.numbers_at(self.place, str(self._column), rows.since))
         return rows.known

@@ -70,7 +70,7 @@ _END_S, _POLL_S = 5.0, 0.01
 # How long it may take to read what earlier attempts have left.
 _READ_S = 60.0
 # How long after the last rows were sent W&B's count of them may be wrong.
-_LATE_S = 6.0
+LATE_S = 6.0
 # What `wandb sync` keeps beside a file, with the key that tells that rows were sent by `live`, and its most bytes.
 _STATE, _SENDER, _LONGEST_STATE = ".syncstate", "flyteplugins_tracking", 4096
 # Where wandb-core's log is in a run's directory. Its time tells when wandb-core has sent something last.
@@ -836,8 +836,12 @@ def await_count(directory: Path, run_id: str, deadline: float) -> None:
     """
     found = directories_of(directory, run_id)
     logs = (log for path in found for log in (path.joinpath(*LOG), *path.glob(SENDERS_LOG)))
-    late_s = _LATE_S - min(map(age_s, logs), default=_LATE_S)
-    time.sleep(max(0.0, min(late_s, deadline - time.monotonic())))
+    time.sleep(max(0.0, min(late_s(logs), deadline - time.monotonic())))
+
+
+def late_s(logs: Iterable[Path]) -> float:
+    """Return for how long W&B may still find rows late that it has got, in seconds. `logs` are those of wandb-cores."""
+    return max(0.0, LATE_S - min(map(age_s, logs), default=LATE_S))
 
 
 def age_s(path: Path) -> float:
@@ -848,4 +852,4 @@ def age_s(path: Path) -> float:
     try:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
-        return _LATE_S
+        return LATE_S

@@ -57,9 +57,8 @@ NEXT_STEP, LEFT = "_flyteplugins_tracking_next_step", "_flyteplugins_tracking_le
 _ASK_S, _POLL_S = 5.0, 0.5
 # The same where less time is left, and for a run with one writer; and how long it may take to end a run again.
 _SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
-# How long rows may take to be found after their process was killed, in seconds: W&B counts 2 to 4 s late. And when
-# nothing is as late as that.
-_LATE_S, _OLD_S = 6.0, 12.0
+# When nothing is as late as `outbox.LATE_S`, in seconds.
+_OLD_S = 12.0
 # How long the function waits for the rows that earlier attempts have left: if these come first, they are in order.
 _FIRST_S, _TICK_S = 8.0, 0.05
 
@@ -180,7 +179,7 @@ class Writer:
         """End the run again, if the owner had ended it before this role's last rows."""
         if self._role is None or self._run.offline:
             return
-        wait_s = 0.0 if exit_code in (INTERRUPTED, TERMINATED) else _LATE_S
+        wait_s = 0.0 if exit_code in (INTERRUPTED, TERMINATED) else outbox.LATE_S
         is_recent = time.monotonic() < self._opened_at + _OLD_S
         # An answer from before the opening would not have the owner's end.
         end_again(Place.of(self._run), self._role, _ask_s(exit_code), self._last_row if is_recent else None, wait_s)
@@ -309,7 +308,7 @@ class NumberedRows:
     def late_s(self) -> float:
         """Return for how long rows may still come to be found that wandb-core has sent before it ended."""
         logs = itertools.chain.from_iterable(one.directory.rglob("debug-internal.log") for one in self.left.attempts)
-        return max(0.0, _LATE_S - min(map(outbox.age_s, logs), default=_LATE_S))
+        return outbox.late_s(logs)
 
     def look(self, arrived: Iterable[Iterable[int]]) -> None:
         """Find out which rows W&B has.

@@ -5,7 +5,6 @@ wandb's own `sync` refuses the directory of a run that was online, or appends al
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job.failure import FAILURE_KEYS
-from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
@@ -44,8 +42,6 @@ _CONFIRMED_S, _POLL_S = 30.0, 0.5
 _SYNC_OF_CORE_SINCE = "0.28.1"
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
 _WRITTEN_S = 30.0
-# The most bytes of what `wandb sync` keeps beside a file.
-_LONGEST_STATE = 4096
 # The command `wandb`. Unlike `python -m wandb`, it does not look for its module in the working directory.
 _WANDB = "import runpy, sys; del sys.path[0]; runpy.run_module('wandb', run_name='__main__', alter_sys=True)"
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
@@ -300,17 +296,12 @@ def _is_sync_of_core() -> bool:
 def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | None) -> bool:
     """Whether `wandb sync` has sent the whole file of an attempt that was killed, and not marked it.
 
-    It marks no file whose end is torn, and sends such a file again each time. Beside the file it keeps the step that
-    W&B has given the first row.
+    It marks no file whose end is torn, and sends such a file again each time.
     """
     if stored is None or not steps or datastore.exit_code(directory) is not None:
         return False
-    for path in directory.glob("*.syncstate"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            return stored.last_step >= int(json.loads(own_text(path, _LONGEST_STATE) or "")["starting_step"]) + max(
-                steps
-            )
-    return False
+    begun = outbox.starting_step(directory)
+    return begun is not None and stored.last_step >= begun + max(steps)
 
 
 def _send_rows(place: Place, left: Left, directory: Path, described: Any, close: _Close | None = None) -> str:
