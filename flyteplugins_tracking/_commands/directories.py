@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flyteplugins_tracking._util.files import is_own_directory, is_own_file, open_own, own_text
+from flyteplugins_tracking._util.files import is_own_directory, is_own_file
+from flyteplugins_tracking._util.lock import RunLock, holder_of
 from flyteplugins_tracking._util.text import listed
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
@@ -48,30 +47,27 @@ def require_unwatched(directory: Path, own: Collection[Path] = ()) -> None:
     """
     resolved = directory.resolve()
     for watched in (resolved, *resolved.parents):
-        if watched not in own and (watched / _LOCK).exists():  # closing an own one would free it
+        if watched not in own and (watched / _LOCK).exists():
             with suppress(OSError):  # another user's
-                os.close(hold(watched))
+                hold(watched).release()
 
 
-def hold(directory: Path) -> int:
-    """Lock a directory. Returns the descriptor of the lock, which the system frees when this process ends.
+def hold(directory: Path) -> RunLock:
+    """Lock a directory for its one watcher.
 
     Raises:
-        TrackerUnavailableError: Another process holds it.
+        TrackerUnavailableError: Another process holds the lock.
     """
     path = directory / _LOCK
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}".encode(), 0)
-    except BlockingIOError:
-        os.close(descriptor)
-        who = own_text(path) or "another process"
-        raise TrackerUnavailableError(f"{directory} is watched already: {who} sends what its runs log") from None
-    except OSError:
-        pass  # a file system without locks
-    return descriptor
+        lock = RunLock.of_file(path)
+    except PermissionError:
+        raise
+    except OSError:  # a file system without locks
+        return RunLock()
+    if lock is None:
+        raise TrackerUnavailableError(f"{directory} is watched already: {holder_of(path)} sends what its runs log")
+    return lock
 
 
 class Found:

@@ -306,8 +306,8 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
         if until_done and watcher.is_done:
             break
         time.sleep(interval_s)
-    for descriptor in held:
-        os.close(descriptor)
+    for lock in held:
+        lock.release()
     return int(not watcher.is_all_sent)
 
 

@@ -1,8 +1,9 @@
 """Locks between the processes of this user on this machine, for one writer per run.
 
-A lock is a POSIX record lock on a file that no other user can open. The system frees it when the process ends, even if
-it is killed. Not `flock`, because a forked child would go on holding it. A process loses such a lock when it closes
-any descriptor of the file, so each file is opened once. https://man7.org/linux/man-pages/man2/F_GETLK.2const.html
+A lock is an open file description's, on a file that no other user can open. The system frees it when the process ends,
+even if it is killed. Not a POSIX lock: a process loses that when it closes any descriptor of the file, as a training
+does that copies the directory of its checkpoints. A forked child closes its copy of the description: see `fork`.
+https://man7.org/linux/man-pages/man2/F_OFD_SETLK.2const.html
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import struct
 import sys
 import threading
@@ -18,13 +20,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flyteplugins_tracking._util.files import open_own, private_directory
+from flyteplugins_tracking._util.files import open_own, own_text, private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.proc import machine, parent
+from flyteplugins_tracking._util.proc import machine, parent, start_time
 
 _POLL_S = 0.1
-# struct flock
-_REQUEST = struct.Struct("hhqqi4x")
+# The most bytes that say who holds a lock.
+_LONGEST = 1 << 10
+# struct flock, of the whole file
+_REQUEST = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class _Held(PerProcess):
@@ -78,8 +82,8 @@ class RunLock:
             OSError: The file cannot be locked.
         """
         deadline = time.monotonic() + timeout_s
-        while (holder := _hold(path)) is not None:
-            if time.monotonic() > deadline or _is_family(holder):
+        while not _hold(path):
+            if time.monotonic() > deadline or _is_family(holder_of(path)):
                 return None
             time.sleep(_POLL_S)
         return cls(path)
@@ -100,13 +104,16 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, timeout_s: float = float("inf")) -> Iterator[None]:
     """Hold the lock of a file of this user's, which is made and removed, against other processes and threads.
 
     Raises:
-        OSError: The file cannot be locked.
+        OSError: The file cannot be locked, or is not free in time.
     """
-    while _hold(path) is not None:
+    deadline = time.monotonic() + timeout_s
+    while not _hold(path):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} is locked by {holder_of(path)}")
         time.sleep(_POLL_S)
     try:
         yield
@@ -114,23 +121,42 @@ def locked(path: Path) -> Iterator[None]:
         _free(path)
 
 
-def _hold(path: Path) -> int | None:
-    """Lock a file. Returns None, or the process that holds the lock: 0 if it has just ended or is unknown."""
+def lock_file(descriptor: int) -> None:
+    """Lock an open file until it is closed in this process and in the children that were forked since.
+
+    Raises:
+        BlockingIOError: It is locked.
+        OSError: Its file system has no locks.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _REQUEST)
+    else:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def holder_of(path: Path) -> str:
+    """Return who holds the lock of a file, or has held it."""
+    return own_text(path, _LONGEST) or "another process"
+
+
+def _hold(path: Path) -> bool:
+    """Lock a file, unless it is locked. Returns whether this call has locked it."""
     with _held.changing:
-        if path in _held.descriptors:
-            return os.getpid()
-        while True:
+        while path not in _held.descriptors:
             descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(descriptor)
                 if _is_at(path, descriptor):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, _described(os.getpid()).encode(), 0)
                     _held.descriptors[path] = descriptor
-                    return None
+                    return True
             except (BlockingIOError, PermissionError):
-                return _holder(descriptor)
+                return False
             finally:
                 if path not in _held.descriptors:
                     os.close(descriptor)
+        return False
 
 
 def _free(path: Path) -> None:
@@ -149,17 +175,18 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _holder(descriptor: int) -> int:
-    with contextlib.suppress(OSError):
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _REQUEST.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        kind, *_, pid = _REQUEST.unpack(answer)
-        return 0 if kind == fcntl.F_UNLCK else int(pid)
-    return 0
+def _described(pid: int) -> str:
+    """Return a text that no other process has, on any machine that may see the file."""
+    return f"host {os.uname().nodename}, pid {pid}, started {start_time(pid)}"
 
 
-def _is_family(pid: int) -> bool:
-    """Whether `pid` is this process, an ancestor or a sibling."""
+def _is_family(holder: str) -> bool:
+    """Whether the holder of a lock is this process, an ancestor or a sibling."""
+    found = re.search(r", pid (\d+),", holder)
+    pid = int(found[1]) if found else 0
+    if pid <= 0 or holder != _described(pid):
+        return False
     ancestors = [os.getpid()]
     while ancestors[-1] > 1:
         ancestors.append(parent(ancestors[-1]))
-    return pid > 0 and (pid in ancestors or (pid > 1 and parent(pid) == os.getppid() > 1))
+    return pid in ancestors or (pid > 1 and parent(pid) == os.getppid() > 1)

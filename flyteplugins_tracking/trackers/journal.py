@@ -29,7 +29,6 @@ A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is J
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import json
 import logging
@@ -45,6 +44,7 @@ from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.files import is_own_file, open_own, replace_whole
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.lock import lock_file
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
@@ -224,8 +224,7 @@ class Journal(PerProcess):
         unfinished = self.directory / f"{self.name}.{secrets.token_hex(3)}.new"
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            # Not `flock`: a child of a writer that was killed would hold it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
             # Twice: without a header, the run of the records is not known.
             header = 2 * _line(_HEADER, self._encoded_header())
             if os.write(file, header) != len(header):
@@ -352,7 +351,7 @@ class StoredJournal:
         except OSError as error:
             return isinstance(error, FileNotFoundError)  # since it was found, its writer has ended and removed it
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
             return os.fstat(file).st_nlink == 0
         except OSError as error:
             return isinstance(error, BlockingIOError)

@@ -310,7 +310,7 @@ def test_a_kill_loses_no_record_that_was_added(tmp_path):
 
 def test_a_file_has_its_name_when_it_is_locked(tmp_path, monkeypatch):
     """What another process does at any moment before that leaves it alone."""
-    lock, found = files.fcntl.lockf, []
+    lock, found = files.lock_file, []
 
     def looked_at(*args):
         for _ in range(2):
@@ -318,17 +318,17 @@ def test_a_file_has_its_name_when_it_is_locked(tmp_path, monkeypatch):
             files.remove_torn(tmp_path)
             lock(*args)
 
-    monkeypatch.setattr(files.fcntl, "lockf", looked_at)
+    monkeypatch.setattr(files, "lock_file", looked_at)
     Journal(tmp_path, "rank-0", {}).add(b"x")
     monkeypatch.undo()
     assert found == [[], []]
     assert pending(tmp_path) == [[b"x"]]
 
 
-@pytest.mark.parametrize("during", ["mkdir", "lockf", "rename"])
+@pytest.mark.parametrize("during", ["mkdir", "lock_file", "rename"])
 def test_a_signal_handler_adds_a_record_while_the_file_is_begun(tmp_path, monkeypatch, during):
     journal = Journal(tmp_path, "rank-0", {})
-    place = {"mkdir": files.Path, "lockf": files.fcntl, "rename": files.os}[during]
+    place = {"mkdir": files.Path, "lock_file": files, "rename": files.os}[during]
     called = getattr(place, during)
 
     def interrupted(*args, **kwargs):

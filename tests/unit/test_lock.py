@@ -102,6 +102,20 @@ def test_the_lock_of_a_process_that_is_killed_is_free_though_what_it_has_started
         acquired().release()
 
 
+def test_who_reads_the_file_of_a_lock_does_not_free_it(tmp_path):
+    """A training that copies the directory of its checkpoints, with the file of `run_file=`, opens and closes it."""
+
+    def hold() -> None:
+        RunLock.of_file(tmp_path / "lock")
+        assert (tmp_path / "lock").read_text()
+
+    with process(hold):
+        assert RunLock.of_file(tmp_path / "lock") is None
+    lock = RunLock.of_file(tmp_path / "lock")
+    assert lock is not None
+    lock.release()
+
+
 def test_a_holder_of_another_family_is_waited_for():
     """Not a child, an ancestor or a sibling: as an earlier attempt that is ending."""
     with process(lambda: None), process(acquired) as pid:
