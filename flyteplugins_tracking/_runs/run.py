@@ -85,7 +85,7 @@ def open_run(call: Call) -> Run:
             left_s = deadline - time.monotonic()
             logger.debug("%s: run %s is open, %.1f s before its deadline", tracker.name, handle.id, left_s)
             if call.run_file is not None:
-                call.run_file.write(handle.id, has_ended=False)
+                call.run_file.write(handle, has_ended=False)
             run = Run(call, run_plan, handle, failures, undo.pop_all())
             undo.push(run.close_if_unused)
             # Called once a run is open: hooks run in the reverse order of their registration, and the vendor's would
@@ -283,7 +283,7 @@ class Run:
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)
                 if exit_code == 0 and self.opener.run_file is not None and not self._was_stopped:
-                    self.opener.run_file.write(self.handle.id, has_ended=True)
+                    self.opener.run_file.write(self.handle, has_ended=True)
             if self.opener.context.can_persist:
                 run_with_timeout(self.opener.config.finish_timeout_s, _persist, self)
         finally:

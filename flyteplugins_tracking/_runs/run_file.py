@@ -4,6 +4,8 @@ One rank of the job reads and writes it: the first primary. The others get the i
 store, or read the file if the job has none. For each tracker, and each call of a process, the file has an entry:
 
     {"wandb": {"base_id": "9k2m", "project": "llm", "server": "https://api.wandb.ai", "has_ended": false}}
+
+The other members say where the run is: `Tracker.place`.
 """
 
 from __future__ import annotations
@@ -12,27 +14,33 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, job_board
 from flyteplugins_tracking._rank.plan import needs_shared_id, plan
-from flyteplugins_tracking._util.checks import check_run_id, check_text
+from flyteplugins_tracking._util.checks import check_flag, check_run_id, check_text
 from flyteplugins_tracking._util.files import read_own, replace_whole
-from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.lock import RunLock, locked
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import parse_json
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, IdentityError
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.call import Call
+    from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
 
 _LONGEST = 1 << 20
 _POLL_S = 0.1
+# How long another call may take to write, in seconds.
+_LONGEST_WRITE_S = 10.0
+_UNREADABLE = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
 # On the job's board: the id of the run that goes on, or that there is none. No id has such a character.
 _KEY, _NEW_RUN = "base_id", "/"
 
@@ -56,8 +64,8 @@ class RunFile:
         config, tracker = call.config, call.tracker
         self._call = call
         self._path = Path(os.path.expanduser(path)).absolute()
-        self._key = tracker.name if call.number == 1 else f"{tracker.name}-{call.number}"
-        self._place = {"project": config.project, "server": tracker.page(config, None)}
+        self._key = self._key_of(call.number)
+        self._place = dict(tracker.place(config))
         self._lock: RunLock | None = None
 
     def find(self) -> str | None:
@@ -91,20 +99,25 @@ class RunFile:
         check_run_id("run_file", text.removeprefix(_NEW_RUN) or None)
         return text.removeprefix(_NEW_RUN) or None
 
-    def write(self, run_id: str, *, has_ended: bool) -> None:
+    def write(self, handle: Handle, *, has_ended: bool) -> None:
         """Keep the base id of the run, on the first primary: when the run is open, and when its training has ended.
 
+        If earlier calls of this process have failed, this one was their retry: their training has ended with it.
+
         Args:
-            run_id: The id of this rank's run.
+            handle: This rank's run. One that is disabled leaves the file as it is.
             has_ended: Whether the next job is a new run.
         """
-        if self._lock is None:
+        if self._lock is None or handle.is_disabled:
             return
-        base_id = self.base_id or run_id
+        base_id = self.base_id or handle.id
         entry = {"base_id": base_id, **self._place, "has_ended": has_ended}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_whole(self._path, json.dumps({**self._entries(), self._key: entry}, indent=1))
+            with locked(self._path.with_name(f"{self._path.name}.lock"), _LONGEST_WRITE_S):
+                entries = {**self._entries(), self._key: entry}
+                for key in self._failed_calls(entries) if has_ended else ():
+                    entries[key] = {**entries[key], "has_ended": True}
+                replace_whole(self._path, json.dumps(entries, indent=1))
         except OSError as error:
             text = "%s: run_file=%s cannot be written, so that the next job will not go on in run %s: %s"
             logger.warning(text, self._call.tracker.name, self._path, base_id, error)
@@ -118,9 +131,7 @@ class RunFile:
         name = self._call.tracker.name
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # One for each entry: stacked decorators may have one file.
-            path = self._path.with_name(f"{self._path.name}.{self._key}.lock")
-            lock = RunLock.of_file(path, self._call.config.init_timeout_s / 2)
+            lock = RunLock.of_file(self._lock_of(self._key), self._call.config.init_timeout_s / 2)
         except OSError as error:
             logger.warning("%s: run_file=%s cannot be used: %s. This is a new run", name, self._path, error)
             return None
@@ -128,14 +139,35 @@ class RunFile:
             logger.warning("%s: run_file=%s is used by another job: this is a new run", name, self._path)
         return lock
 
+    def _key_of(self, number: int) -> str:
+        name = self._call.tracker.name
+        return name if number == 1 else f"{name}-{number}"
+
+    def _lock_of(self, key: str) -> Path:
+        """Return the file that whoever uses an entry has locked: stacked decorators may have one run file."""
+        return self._path.with_name(f"{self._path.name}.{key}.lock")
+
+    def _failed_calls(self, entries: dict[str, Any]) -> Iterator[str]:
+        """Yield the keys of earlier calls of this process that do not run any more, and have not ended with success."""
+        for key in map(self._key_of, range(1, self._call.number)):
+            lock = RunLock.of_file(self._lock_of(key)) if key in entries else None
+            if lock is not None:
+                lock.release()
+                yield key
+
     def _read(self) -> str | None:
-        entry = self._entries().get(self._key)
+        call, entry = self._call, self._entries().get(self._key)
         if entry is None or entry["has_ended"]:
             return None
-        place = {name: entry[name] for name in self._place}
+        place = {name: entry.get(name) for name in self._place}
         if place != self._place:
             text = "%s: run_file=%s is of another place, %s: this is a new run, in %s"
-            logger.warning(text, self._call.tracker.name, self._path, place, self._place)
+            logger.warning(text, call.tracker.name, self._path, place, self._place)
+            return None
+        try:
+            call.tracker.check(replace(call.config, id=entry["base_id"], run_file=None))
+        except ConfigError as error:
+            logger.warning(_UNREADABLE, call.tracker.name, self._path, "ConfigError", error)
             return None
         return str(entry["base_id"])
 
@@ -146,11 +178,11 @@ class RunFile:
             for entry in entries.values():
                 check_text("base_id", entry["base_id"], is_optional=False)
                 check_run_id("base_id", entry["base_id"])
-                _ = entry["project"], entry["server"], entry["has_ended"]
+                check_flag("has_ended", entry["has_ended"])
             return entries
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
-            text = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
-            _warn_once(str(self._path), text, self._call.tracker.name, self._path, type(error).__name__, error)
+            name = self._call.tracker.name
+            _warn_once(str(self._path), _UNREADABLE, name, self._path, type(error).__name__, error)
         return {}

@@ -193,6 +193,11 @@ class Handle(Protocol):
         """
         return
 
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the client drops all rows, since the user has turned it off."""
+        return False
+
     def how_to_view(self) -> str:
         """Return the page of the run that has ended, or the command that shows it; empty if the client prints it."""
         return self.url or ""
@@ -260,6 +265,17 @@ class Tracker(Protocol):
             The host's address if the page's is unknown; None if the service has no pages.
         """
         return None
+
+    def place(self, config: TrackingConfig) -> Mapping[str, str | None]:
+        """Return where a call with these arguments has its run, and where another run may have the same id.
+
+        Args:
+            config: The user's arguments.
+
+        Returns:
+            Names and values, without secrets.
+        """
+        return {"project": config.project, "server": self.page(config, None)}
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:  # noqa: ARG002
         """Return the values to add to flytekit's task template, so that the console links to `pages`.

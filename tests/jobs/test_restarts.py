@@ -311,6 +311,67 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert json.loads(path.read_text())["trackio"]["has_ended"]
 
 
+@pytest.mark.parametrize("backend", ["wandb"], indirect=True)
+def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job: Job) -> None:
+    """An id that it does not take, from a file that was edited; a client that is turned off; another team's run."""
+    path, kept = job.directory / "run.json", file_of("run.json")
+    place = {"entity": None, "project": job.project, "server": job.backend.environment()["WANDB_BASE_URL"]}
+    path.write_text(json.dumps({"wandb": {"base_id": "a:b", **place, "has_ended": False}}))
+    output = job.run(Attempt(settings=KILLED, succeeds=False), kept)
+    assert "run.json cannot be read: ConfigError: " in output
+    text = path.read_text()
+    job.run(Attempt([{"WANDB_MODE": "disabled"}]), kept)
+    assert path.read_text() == text
+    output = job.run(Attempt([{"WANDB_ENTITY": "another-team"}]), kept)
+    assert "is of another place, {'entity': None" in output
+    assert json.loads(path.read_text())["wandb"]["entity"] == "another-team"
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_failed(job: Job) -> None:
+    """Calls that end together, in threads, write the file one after the other."""
+    script = job.directory / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "@tracking_init(tracker='trackio', project=sys.argv[1], run_file='run.json')\n"
+        "def train(number):\n"
+        "    if number == sys.argv[2]:\n"
+        "        raise MemoryError\n"
+        "    print('ID', get_run().id, flush=True)\n"
+        "def attempt(number):\n"
+        "    try:\n"
+        "        train(number)\n"
+        "    except MemoryError:\n"
+        "        pass\n"
+        "if sys.argv[2] == 'none':\n"
+        "    with ThreadPoolExecutor(8) as pool:\n"
+        "        list(pool.map(attempt, map(str, range(8))))\n"
+        "else:\n"
+        "    attempt('first'), attempt('second')\n"
+    )
+
+    def run(failing: str) -> list[str]:
+        words = [sys.executable, script, job.project, failing]
+        done = jobs.run(words, job.directory, job.backend.environment())
+        assert done.returncode == 0, done.output
+        return re.findall("^ID (.*)$", done.output, re.MULTILINE)
+
+    def entries() -> dict[str, bool]:
+        read = json.loads((job.directory / "run.json").read_text())
+        return {key: entry["has_ended"] for key, entry in read.items()}
+
+    assert len(set(run("none"))) == 8
+    assert len(entries()) == 8
+    assert all(entries().values())
+    (job.directory / "run.json").unlink()
+    run("second")
+    assert entries() == {"trackio": True, "trackio-2": False}
+    (again,) = run("first")
+    assert entries() == {"trackio": True, "trackio-2": True}, again
+
+
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     (job.directory / "a-file").touch()

@@ -70,6 +70,10 @@ class MlflowTracker(Tracker):
         tag, value = (GROUP_TAG, config.group or page.id) if page.kind == "group" else (ID_TAG, page.id)
         return f"{address}?searchFilter={_quoted(f'tags.`{tag}` = ')}{_quoted(f'{chr(39)}{value}{chr(39)}')}"
 
+    def place(self, config: TrackingConfig) -> Mapping[str, str | None]:
+        name = config.options.get("experiment_name") or config.project or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        return {"experiment": _experiment_id(config) or name, "server": _host(config)}
+
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
         host, experiment_id = _host(config), _experiment_id(config)
         if host is None:

@@ -127,6 +127,11 @@ class WandbTracker(Tracker):
         of_group = page.kind == "group"
         return f"{address}/{page.kind}s/{quoted((config.group if of_group else None) or page.id)}"
 
+    def place(self, config: TrackingConfig) -> Mapping[str, str | None]:
+        entity = config.options.get("entity") or os.environ.get("WANDB_ENTITY")
+        project = config.project or os.environ.get("WANDB_PROJECT")
+        return {"entity": entity, "project": project, "server": app(config)}
+
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
         entity = config.options.get("entity")
         place = {"host": app(config), "entity": entity, "project": config.project}

@@ -126,7 +126,11 @@ class WandbHandle(Handle):
 
     @property
     def files(self) -> str | None:
-        return None if getattr(self.run, "disabled", False) else str(self.run.dir)
+        return None if self.is_disabled else str(self.run.dir)
+
+    @property
+    def is_disabled(self) -> bool:
+        return bool(getattr(self.run, "disabled", False))
 
     def unsent(self) -> Sequence[str]:
         is_behind = self._timed_out or self._has_left or bool(self.run.offline)
