@@ -325,6 +325,8 @@ class Call(PerProcess):
 
     def _close(self, _: object, error: BaseException | None, __: object) -> None:
         """End the call with the function's status. The run is closed if no other call uses it."""
+        if self.listener is not None:
+            self.listener.await_signals()
         if error is not None and _may_be_of_sigterm(error):
             self._await_sigterm()
         exit_code = 0 if error is None else self._exit_code_of(error)

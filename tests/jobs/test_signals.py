@@ -78,6 +78,17 @@ def test_the_process_ends_as_it_would_without_tracking(tmp_path, settings, retur
         assert lines[lines.index("ready 0 0") + 1 :] == expected
 
 
+def test_a_handler_inside_that_exits_with_success_hides_no_signal(tmp_path):
+    """The function has logged no row since it has installed it, so nothing but the wakeup fd tells of the signal."""
+    with job(tmp_path) as started:
+        process = started.start(python(), **ends("sleep", handler_after_rows="exit 0"))
+        started.wait_for("ready 0 0")
+        started.signal(process.pid)
+        found = started.outcome()
+        assert (found.returncode, found.exit_codes, found.lost) == (0, (143,), 0)
+        assert "ows are lost" not in found.output
+
+
 def test_repeated_signals_interrupt_no_finally(tmp_path):
     with job(tmp_path) as started:
         process = started.start(python(), **ends("slow finally"))

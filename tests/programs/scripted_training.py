@@ -5,8 +5,9 @@ size of the run's config. `rank_in_config`: the config of each rank holds its ra
 before anything else. `with_step`: with `step=`, from `first_step` on. `step_s`: seconds between later ones. `value`:
 what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the
 attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the
-function; `handler_inside`: in it. `nested`: another decorated function is called. `async`: the function is async, and
-sleeps. `start_together`: so many ranks wait for each other before the function.
+function; `handler_inside`: in it; `handler_after_rows`: in it, when its first rows are logged. `nested`: another
+decorated function is called. `async`: the function is async, and sleeps. `start_together`: so many ranks wait for each
+other before the function.
 """
 
 import asyncio
@@ -226,6 +227,7 @@ ENDS: dict[str, Callable[[], object]] = {
 HANDLERS: dict[str, Callable[[], object]] = {
     "flag": flag.set,
     "raise": raises,
+    "exit 0": lambda: sys.exit(0),
     "exit 5": lambda: sys.exit(5),
     "os._exit 6": lambda: os._exit(6),
 }
@@ -244,6 +246,8 @@ def body() -> None:
         signal.signal(signal.SIGTERM, handler(SETTINGS["handler_inside"]))
     for _ in range(SETTINGS.get("rows", 50)):
         log()
+    if "handler_after_rows" in SETTINGS:
+        signal.signal(signal.SIGTERM, handler(SETTINGS["handler_after_rows"]))
     note(f"ready {rank()} {ATTEMPT}")
     if SETTINGS.get("attempts", 1) > ATTEMPT:
         ends = SETTINGS.get("ends", {})

@@ -190,6 +190,9 @@ class SigtermListener(PerProcess, ABC):
         """Have a signal that comes from now on wait for this; for nothing, with None."""
         self._postponement = postponement
 
+    def await_signals(self) -> None:
+        """Wait until it is known which signals have come: a handler that the function has installed tells nobody."""
+
     def was_interrupted(self) -> bool:
         """Whether SIGINT has come since the outermost function was entered: asyncio makes a cancellation of it."""
         return False
@@ -245,8 +248,7 @@ class SigtermListener(PerProcess, ABC):
         if self._functions == 0:  # somebody who chained to our handler has kept it, or the loop has yet to uninstall it
             self._act(handler, signum, frame)
             return
-        if self._signalled_at is None:
-            self._signalled_at = self._due_at = time.monotonic()
+        if self._note_signal():
             self._start_ender()
         self._answered_at = time.monotonic()
         is_sent_again, self._is_sent_again = self._is_sent_again, False
@@ -262,6 +264,13 @@ class SigtermListener(PerProcess, ABC):
                 handler.previous(signum, frame)
         else:
             self._act_if_ready(handler, frame)
+
+    def _note_signal(self) -> bool:
+        """Note when the signal came. Returns whether it is the first one."""
+        is_first = self._signalled_at is None
+        if is_first:
+            self._signalled_at = self._due_at = time.monotonic()
+        return is_first
 
     @abstractmethod
     def _start_ender(self) -> None:
@@ -289,8 +298,7 @@ class SigtermListener(PerProcess, ABC):
 
     def _end_in_time(self) -> None:
         """Let the signal take effect, and end the runs before the launcher kills, if the functions do not."""
-        if self._signalled_at is None:
-            self._signalled_at = self._due_at = time.monotonic()
+        self._note_signal()
         self._let_function_end()
         handler = self._current_handler()
         if handler is not None and handler.ends_process:

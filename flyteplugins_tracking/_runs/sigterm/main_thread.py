@@ -83,12 +83,15 @@ class MainThreadListener(SigtermListener):
         elif handler.ends_process and error is not None and not isinstance(error, SystemExit):
             raise SystemExit(TERMINATED) from error
 
-    def was_interrupted(self) -> bool:
+    def await_signals(self) -> None:
         if self._functions > 0 and self._wakeup is not None:
             self._in_sync.clear()
             with suppress(BlockingIOError):
                 self._wakeup.add(_SYNC)  # it is read after the signals that have come
                 self._in_sync.wait(_SYNC_S)
+
+    def was_interrupted(self) -> bool:
+        self.await_signals()
         return self._functions > 0 and self._interrupted
 
     def signal_self(self) -> None:
@@ -216,6 +219,8 @@ class MainThreadListener(SigtermListener):
                 late_at = None
             wakeup.forward(bytes(number for number in signals if number not in (SIGNAL, _SYNC)))
             self._interrupted |= signal.SIGINT in signals
+            if SIGNAL in signals:
+                self._note_signal()
             if _SYNC in signals:
                 self._in_sync.set()
             if SIGNAL in signals and self._ender is None:

@@ -176,7 +176,8 @@ class WandbHandle(Handle):
             self._let_go()
 
     def mark_preempting(self, timeout_s: float) -> None:
-        if not self._request.plan.ends_run or self.run.offline:
+        # The function may have ended meanwhile: a handler that it has installed does not wait for this.
+        if not self._request.plan.ends_run or self.run.offline or self._gate.state != "open":
             return
         kind: Any = type(self.run).__mro__[1]
         self._gate.call(lambda: kind.mark_preempting(self.run))
