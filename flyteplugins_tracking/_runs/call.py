@@ -359,6 +359,11 @@ class Call(PerProcess):
             self.stopping.after_close()
         with suppress(ValueError):  # a coroutine that is left behind is closed in another context
             current.reset(token)
+            # Two generators with a block each may end in the order in which they have started.
+            outer = current.get()
+            while outer is not None and outer._has_ended:
+                outer = outer.parent
+            current.set(outer)
 
     def _exit_code_of(self, error: BaseException) -> int:
         asyncio = sys.modules.get("asyncio")

@@ -9,7 +9,7 @@ import functools
 import inspect
 import pickle
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,7 @@ from flyteplugins_tracking import (
     get_run,
     override_distributed_info,
     tracking_init,
+    tracking_run,
 )
 from flyteplugins_tracking.testing import RecordingTracker
 
@@ -341,6 +342,43 @@ def test_a_generator_that_has_started_is_a_value_like_any_other(recorder):
 
     assert list(train()) == [1, 2]
     assert [run.exit_codes for run in recorder] == [(0,)]
+
+
+def test_generators_that_end_in_the_order_of_their_starts_leave_no_run_behind(recorder):
+    """A generator shares the context of who uses it, who is in the block too while the generator waits in it."""
+
+    def rows() -> Iterator[Any]:
+        with tracking_run():
+            yield get_run()
+
+    first, second = rows(), rows()
+    runs = [next(first), next(second), get_run()]
+    assert len(set(map(id, runs))) == 1
+    for generator in (first, second):
+        assert list(generator) == []
+    assert get_run() is None
+    assert [run.exit_codes for run in recorder] == [(0,)]
+
+
+class MuteError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_an_exception_without_a_text_leaves_the_function_as_it_is(recorder, is_cause):
+    error = ValueError("with a text") if is_cause else MuteError()
+
+    @tracking_init
+    def train() -> None:
+        raise error from (MuteError() if is_cause else None)
+
+    with pytest.raises(type(error)) as caught:
+        train()
+    assert caught.value is error
+    assert [run.exit_codes for run in recorder] == [(1,)]
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "pluto", "mlflow", "trackio"])
