@@ -88,7 +88,7 @@ def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     """The file of a killed attempt lacks its last rows. The journal says which server was set up there."""
     (directory,) = offline_runs(tmp_path, 5)
     header = {"place": ["https://api.wandb.ai", "", "p", "run-0"], "step": 0, "first_step": 0, "is_automatic": False}
-    left = Journal(directory, "owner-000000", {**header, "host": "x", "step_metric": "step", "restart_count": 0})
+    left = Journal(directory, "rows-000000", {**header, "host": "x", "step_metric": "step", "restart_count": 0})
     for step in range(7):
         left.add(outbox.record_of(outbox.plain({"row": step, "_timestamp": 1.7e9 + step}), step))
     left.close()
@@ -205,7 +205,7 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         assert done.returncode == 0, done.output
         (directory,) = (tmp_path / "wandb").glob("run-*")
         # As after a kill: without the end.
-        journal = Journal(directory, "owner-x", {"place": [named.url, "", "p", "named"], "step": 0, "is_shared": False})
+        journal = Journal(directory, "rows-x", {"place": [named.url, "", "p", "named"], "step": 0, "is_shared": False})
         journal.add(b"")
         journal.acknowledge(1)
         journal.close()

@@ -206,7 +206,7 @@ class Disk:
             writers = {number // 1000 for number in numbers}.difference(self._writers)
             self._writers |= writers
             header[outbox.WRITER] = max(writers, default=-1)
-            journal = Journal(folder, f"owner-{name}", header)
+            journal = Journal(folder, f"rows-{name}", header)
             for number in numbers:
                 row = {"roles/a/row": _sent(number), "_timestamp": 1.0}
                 journal.add(outbox.record_of(json.dumps(row).encode()))

@@ -41,7 +41,7 @@ def run(service, tmp_path, monkeypatch):
     vendor.set_global_run(None)
 
 
-def journal_in(directory: Path, place, rows, name: str = "owner-1", step: int | None = 0, **more) -> None:
+def journal_in(directory: Path, place, rows, name: str = "rows-1", step: int | None = 0, **more) -> None:
     """Leave a journal of rows: each its values, and the step if the writer knows it."""
     journal = Journal(directory, name, {"place": place, "step": step, **more})
     for values, at in rows:
@@ -125,7 +125,7 @@ def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once
     offline = earlier.with_name("offline-run-20260102_000000-tail")
     journal = Journal(
         offline,
-        "owner-1",
+        "rows-1",
         {"place": place, "step": 0, "is_automatic": True, "step_metric": "own_step", "restart_count": 3},
     )
     for number in range(10):
@@ -223,7 +223,7 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
 
 
 def test_rows_below_the_first_step_are_not_parsed(tmp_path):
-    journal = Journal(tmp_path, "owner-1", {"place": ["s", "", "p", "x"], "step": 0})
+    journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": 0})
     for number in range(100):
         journal.add(outbox.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
     journal.close()
@@ -231,7 +231,7 @@ def test_rows_below_the_first_step_are_not_parsed(tmp_path):
 
 
 def test_the_last_step_of_a_role_is_known_even_if_rows_of_earlier_attempts_come_behind_it(tmp_path):
-    journal = Journal(tmp_path, "owner-1", {"place": ["s", "", "p", "x"], "step": None})
+    journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": None})
     for step in (-1, 7, 12, 12):
         journal.add(outbox.record_of(b"{}", role_step=step))
     journal.add(outbox.record_of_artifact(b"x"))
@@ -251,7 +251,7 @@ def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has
     for journal in files.stored(directory):
         journal.remove()
     rows = [({"n": number, "_timestamp": 1.7e9 + number}, None) for number in (0, 2, 4, 7, 8)]
-    journal_in(directory, outbox.Place.of(run), rows, "owner-1", step=None)
+    journal_in(directory, outbox.Place.of(run), rows, "rows-1", step=None)
     attempt = outbox.attempt_at(directory)
     assert [(row.step, row.values["n"]) for row in attempt.rows(4)] == [(4, 4), (5, 5), (6, 7), (7, 8)]
     assert [row.values["n"] for row in attempt.missing()] == [7, 8]
@@ -274,7 +274,7 @@ def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlie
     ]
     image = {"_type": "image-file", "path": "media/image.png"}
     values = {"image": image, "more": {"filenames": ["media/odd[1].png", *names]}, "text": "media/image.png"}
-    journal_in(earlier, outbox.Place.of(run), [(values, ROWS)], "owner-2", step=ROWS, first_step=ROWS)
+    journal_in(earlier, outbox.Place.of(run), [(values, ROWS)], "rows-2", step=ROWS, first_step=ROWS)
     begun(run)
     run.finish()
     own = outbox.run_directory(run) / "files" / "media"

@@ -3,8 +3,8 @@
 torchrun, Kubernetes and Slurm send SIGTERM, and SIGKILL `kill_after_s` later: 30 s. The service must know the run's
 end before that, wherever the main thread is: a Python signal handler does not run while it is in a C call such as a
 collective. So a thread, the reader, reads the wakeup fd, to which the interpreter writes each signal immediately. At
-the first SIGTERM it starts another thread, the ender. A run ends once: with the function, or by the ender when
-`finish_timeout_s` have passed since the signal, that is `kill_after_s` less 5 s.
+the first SIGTERM it starts another thread, the ender. A run ends once: with the function, or else by the ender.
+`finish_timeout_s` below is `kill_after_s` less 5 s.
 
 Nobody has a handler for SIGTERM (or only torchelastic's agent, which its workers inherit):
 

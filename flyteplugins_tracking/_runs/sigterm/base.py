@@ -74,7 +74,7 @@ class Handler:
         self.listener.handle(self, signum, frame)
 
     @property
-    def ends_process(self) -> bool:
+    def is_default(self) -> bool:
         """Whether the signal would only have ended the process: no handler, or the one of torchelastic's agent."""
         module = getattr(self.previous, "__module__", None) or ""
         return self.previous is signal.SIG_DFL or module.startswith(_ELASTIC)
@@ -301,7 +301,7 @@ class SigtermListener(PerProcess, ABC):
         self._note_signal()
         self._let_function_end()
         handler = self._current_handler()
-        if handler is not None and handler.ends_process:
+        if handler is not None and handler.is_default:
             self._end_with_process()
             return
         self._tell_services(_TELL_S)

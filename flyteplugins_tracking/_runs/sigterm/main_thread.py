@@ -77,10 +77,10 @@ class MainThreadListener(SigtermListener):
         self._functions = 0
         if handler is None or self._signalled_at is None:
             return
-        self.ends_process = handler.ends_process
+        self.ends_process = handler.is_default
         if not self._has_acted:
             self._act(handler, SIGNAL, None)
-        elif handler.ends_process and error is not None and not isinstance(error, SystemExit):
+        elif handler.is_default and error is not None and not isinstance(error, SystemExit):
             raise SystemExit(TERMINATED) from error
 
     def await_signals(self) -> None:
@@ -172,7 +172,7 @@ class MainThreadListener(SigtermListener):
             return
         if self._postponement is not None and self._postponement.lasts():
             return
-        if handler.ends_process or self._may_act:
+        if handler.is_default or self._may_act:
             self._act(handler, SIGNAL, frame)
 
     def _patience_s(self, frame: FrameType | None) -> float:

@@ -249,9 +249,9 @@ class MlflowSanitizer(MetricSanitizer):
 class MlflowSink:
     """Sends lines to a run. They can be sent twice: of two equal points, MLflow keeps one."""
 
-    def __init__(self, service: Service, run_id: str, label: str, values: MlflowSanitizer, steps: Steps) -> None:
-        """`run_id` is MLflow's id of the run, and `label` its id in messages."""
-        self._service, self._run_id, self._label = service, run_id, label
+    def __init__(self, service: Service, run_id: str, planned_id: str, values: MlflowSanitizer, steps: Steps) -> None:
+        """`run_id` is MLflow's id of the run, and `planned_id` the one of its plan, for messages."""
+        self._service, self._run_id, self._planned_id = service, run_id, planned_id
         self._values, self._steps = values, steps
         self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
 
@@ -267,7 +267,7 @@ class MlflowSink:
                 self._set(_SETTERS[line["call"]], _values_of(line))
             elif "call" in line:
                 text = "MLflow: run %s: the kept call of %s() is lost: a run of MLflow's does not have it"
-                _warn_once((self._label, line["call"]), text, self._label, line["call"])
+                _warn_once((self._planned_id, line["call"]), text, self._planned_id, line["call"])
 
     def _points_of(self, line: Line) -> list[Any]:
         from mlflow.entities import Metric
@@ -319,7 +319,7 @@ class MlflowSink:
                     self._set(kind, {key: value})
             else:
                 text = "MLflow: run %s: the server rejects the %s %r: %s"
-                _warn_once((self._label, kind, *values), text, self._label, kind[:-1], *values, error)
+                _warn_once((self._planned_id, kind, *values), text, self._planned_id, kind[:-1], *values, error)
 
 
 def _comparable(point: Any) -> tuple[int, int, str]:

@@ -185,8 +185,8 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """The run ends when the decorated function does."""
 
 
-def _sink_of(op: Any, label: str, steps: Steps) -> Any:
-    return SimpleNamespace(send=_do_nothing) if op.settings.mode == "noop" else PlutoSink(op, label, steps)
+def _sink_of(op: Any, run_id: str, steps: Steps) -> Any:
+    return SimpleNamespace(send=_do_nothing) if op.settings.mode == "noop" else PlutoSink(op, run_id, steps)
 
 
 def _steps(request: RunRequest, values: MetricSanitizer) -> Steps:

@@ -85,9 +85,9 @@ class PlutoSink:
 
     _is_uploading = False
 
-    def __init__(self, op: Any, label: str, steps: Steps) -> None:
-        """`label` is the run's id in messages. `steps` is for rows without a step, and for those of other attempts."""
-        self._op, self._label, self._steps = op, label, steps
+    def __init__(self, op: Any, run_id: str, steps: Steps) -> None:
+        """`run_id` is the run's id in messages. `steps` is for rows without a step, and for those of other attempts."""
+        self._op, self._run_id, self._steps = op, run_id, steps
         self._service = Service(op.settings)
         self._known: dict[str, set[str]] = defaultdict(set)  # the keys that the service knows, by their type
         self._good = ""  # a row that the service has taken
@@ -106,7 +106,7 @@ class PlutoSink:
                 if path in POSTS:
                     self._post(path, body)
             elif line.get("call", FILE) not in (ENTRIES, FILE):
-                repeat_call(self._op, self._label, line)
+                repeat_call(self._op, self._run_id, line)
         rejected = self._ingest(entries)
         for line in lines:
             if line.get("call") == FILE:
@@ -163,7 +163,7 @@ class PlutoSink:
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
         content = json.dumps({**body, "runId": self._op.id})
         if not self._takes(f"/api/runs/{path}", content):
-            self._warn_once(path, "Pluto: run %s: the service rejects %s, which is lost", self._label, path)
+            self._warn_once(path, "Pluto: run %s: the service rejects %s, which is lost", self._run_id, path)
 
     def _ingest(self, entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         """Send entries of all kinds. Returns the kinds of which the service cannot read one, though it is well.
@@ -204,7 +204,7 @@ class PlutoSink:
 
     def _upload(self, directory: str, name: str, record: Mapping[str, Any]) -> None:
         """Upload a file of the client's directory. The client itself tries that several times."""
-        is_clients = vendor.is_clients_directory(directory, self._label)  # a line must not name any file of this user
+        is_clients = vendor.is_clients_directory(directory, self._run_id)  # a line must not name any file of this user
         path = own_file_in(Path(directory), name) if is_clients else None
         self._is_uploading = True
         try:
@@ -214,4 +214,4 @@ class PlutoSink:
         if not is_sent:
             self.has_files = True
             text = "Pluto: run %s: the file of %r could not be sent: %s"
-            self._warn_once(name, text, self._label, record["log_name"], Path(directory, name))
+            self._warn_once(name, text, self._run_id, record["log_name"], Path(directory, name))

@@ -509,7 +509,7 @@ class WandbOutbox:
 
     def _begin(self) -> None:
         header = {**self._header, "step": self.next_step}
-        self._journal = Journal(self.directory, f"owner-{secrets.token_hex(3)}", header)
+        self._journal = Journal(self.directory, f"rows-{secrets.token_hex(3)}", header)
 
     def send(self, left: Left) -> int:
         """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
