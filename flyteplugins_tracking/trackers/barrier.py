@@ -95,6 +95,7 @@ class WriterBarrier:
         if self._board is not None:
             with suppress(RuntimeError):
                 self._entry = self._board.count("entries", 1)
+                self.is_retry = self._entry > 1
                 self._board.count(f"entries/{self._label}", 1)  # in another attempt, it may not be the primary
 
     def enter(self) -> None:
@@ -104,6 +105,18 @@ class WriterBarrier:
                 entries = self._board.count(f"entries/{self._label}", 1)
                 self.is_retry = entries > 1 or self._board.count("entries") > 1
                 self._ends = self._board.count("ends")
+
+    def has_resumed(self, had_rows: bool) -> bool:
+        """Return whether the run is an earlier attempt's. Called before this writer's first row.
+
+        Args:
+            had_rows: Whether the run had rows when this writer has opened it. They may be another writer's of this
+                attempt: what the first writer has found counts, or without a board what the primary has found.
+        """
+        if self._board is not None and not self.is_retry:
+            with suppress(RuntimeError):
+                return self._board.put_first("had_rows", str(had_rows)) == str(True)
+        return self.is_retry or (had_rows and self._is_primary)
 
     def depart(self, request: RunRequest, title: str, exit_code: int) -> None:
         """Leave when this rank's part of the run has ended; after a success, stay as long as the others need it."""

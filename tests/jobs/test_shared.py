@@ -342,6 +342,19 @@ def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
         assert sorted(row["number"] for row in run.rows) == [0, 1, 2]
 
 
+def test_a_run_that_another_rank_has_logged_to_before_is_no_resumed_one(tmp_path):
+    """A script that loads its checkpoint if `run.resumed` would look for one that nobody has written."""
+    with WandbServer() as server:
+        command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(RUNS), "primary_last"]
+        started = jobs.start(command, tmp_path, server.environment)
+        server.wait_for(lambda: [run for run in server.runs if run.rows])
+        (tmp_path / "go").touch()
+        done = jobs.finish(started, tmp_path)
+        (run,) = server.runs
+        assert (done.returncode, run.exit_codes, done.output.count("resumed False")) == (0, [0], 2), done.output
+        assert sorted(row["number"] for row in run.rows) == [0, 1]
+
+
 def send_all(job: Job) -> None:
     """Send what the ranks of a node have left: all of it, with one command."""
     command = [sys.executable, "-m", "flyteplugins_tracking", "send", job.directory / "wandb"]

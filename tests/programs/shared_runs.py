@@ -50,6 +50,21 @@ def one_after_the_other(variable: str) -> None:
     train()
 
 
+def primary_last() -> None:
+    """Rank 0 opens the run when rank 1 has logged to it."""
+
+    @tracking_init(project="tests", run_mode="shared", id="late", kill_after_s=PATIENCE_S)
+    def train() -> None:
+        print("resumed", get_run().resumed, flush=True)
+        get_run().log({"number": RANK})
+        if RANK == 1:
+            wait_for(["go"])
+
+    if RANK == 0:
+        wait_for(["go"])
+    train()
+
+
 def restarted(primary_rank: str = "0") -> None:
     """Two attempts fail on rank 1 when every rank has logged; the third one returns."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -53,6 +53,28 @@ def test_a_writer_of_an_earlier_attempt_does_not_count(store):
         assert missing(primary) == []
 
 
+def test_rows_of_another_writer_of_this_attempt_are_no_earlier_attempts(store):
+    """Nor does an attempt whose primary is new, on a node that has joined, take them for its own."""
+    other, primary = barriers(store)
+    other.enter()
+    assert not other.has_resumed(had_rows=False)
+    primary.enter_as_primary()
+    assert not primary.has_resumed(had_rows=True)
+    other, primary = barriers(store)
+    primary.enter_as_primary()
+    other.enter()
+    assert primary.has_resumed(had_rows=True)
+    assert other.has_resumed(had_rows=True)
+
+
+def test_what_the_first_writer_finds_in_a_run_of_another_job_is_an_earlier_attempts(store):
+    other, primary = barriers(store)
+    other.enter()
+    assert other.has_resumed(had_rows=True)
+    primary.enter_as_primary()
+    assert primary.has_resumed(had_rows=True)
+
+
 def test_a_writer_does_not_wait_for_itself(store):
     primary = WriterBarrier(Board(store, "writers/run"), "rank-3", others=["rank-0", "rank-3"])
     primary.enter_as_primary()

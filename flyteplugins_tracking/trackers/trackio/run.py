@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -43,7 +44,7 @@ class TrackioHandle(OutboxHandle):
         self._rows = TrackioSink(store, run, steps, request.plan.ends_run and not store.shows_config)
         self._stored = stored
         super().__init__(request, tracker, self._rows, values, steps)
-        run.resumed = stored is not None and (request.plan.primary or (self._is_retry and stored.last_step is not None))
+        run.resumed = self._is_retry
         run.tracking, self.run = self, run
         self._section = dict(run.config[request.plan.role]) if request.plan.role is not None else {}
         run.config.update({key: value for key, value in self._section.items() if key != request.plan.role})  # for reads
@@ -63,10 +64,12 @@ class TrackioHandle(OutboxHandle):
     def place(self) -> str:
         return self._store.place
 
-    @property
+    @functools.cached_property
     def _is_retry(self) -> bool:
         """Whether what is stored is an earlier attempt's, and not this one's, of another rank."""
-        return self.request.plan.primary or self._barrier is None or self._barrier.is_retry
+        had_rows = self._stored is not None
+        has_resumed = had_rows if self._barrier is None else self._barrier.has_resumed(had_rows)
+        return had_rows and has_resumed
 
     def stored_step(self) -> int:
         last_step = self._stored.last_step if self._stored is not None and self._is_retry else None

@@ -110,7 +110,9 @@ def open_run(request: RunRequest) -> Handle:
         barrier = WriterBarrier.of_ranks(request, "W&B")
         run = _open_here(request)
         if request.has_other_writers:
-            vendor.set_resumed(run, request.is_retry if barrier is None else barrier.is_retry)
+            had_rows = bool(run.resumed) and run.starting_step > 0
+            is_resumed = request.is_retry or had_rows if barrier is None else barrier.has_resumed(had_rows)
+            vendor.set_resumed(run, is_resumed)
         return SharedHandle(run, before, request, barrier)
 
 

@@ -522,10 +522,10 @@ def without_service(run: Any) -> Any:
     return late
 
 
-def set_resumed(run: Any, is_retry: bool) -> None:
+def set_resumed(run: Any, is_resumed: bool) -> None:
     """Correct `run.resumed`: W&B calls a run resumed that another rank has just created. Without it, that stays."""
     with _optional("run.resumed may be True for a new run of several ranks"):
-        run._settings.resumed = is_retry or (run.resumed and run.starting_step > 0)
+        run._settings.resumed = is_resumed
 
 
 def replace_sync_command(run: Any, command: Callable[[], str]) -> None:
