@@ -8,10 +8,13 @@ file only if it is a regular one of this user. Otherwise the next name is used. 
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import logging
 import os
 import stat
+import struct
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,6 +26,8 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
 _NAME = "flyteplugins_tracking"
+# struct flock, of a whole file
+_REQUEST = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 # How many names are tried in a directory in which others may have made them.
 _NAMES = 10
 
@@ -147,6 +152,19 @@ def touch_own(path: Path) -> None:
         OSError: As `open_own`.
     """
     os.close(open_own(path, os.O_WRONLY | os.O_CREAT))
+
+
+def lock_file(descriptor: int) -> None:
+    """Lock an open file until it is closed in this process and in the children that were forked since.
+
+    Raises:
+        BlockingIOError: It is locked.
+        OSError: Its file system has no locks.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _REQUEST)
+    else:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def read_own(path: Path, limit: int) -> bytes:

@@ -9,26 +9,22 @@ https://man7.org/linux/man-pages/man2/F_OFD_SETLK.2const.html
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flyteplugins_tracking._util.files import open_own, own_text, private_directory
+from flyteplugins_tracking._util.files import lock_file, open_own, own_text, private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import machine, parent, start_time
 
 _POLL_S = 0.1
 # The most bytes that say who holds a lock.
 _LONGEST = 1 << 10
-# struct flock, of the whole file
-_REQUEST = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class _Held(PerProcess):
@@ -121,19 +117,6 @@ def locked(path: Path, timeout_s: float = float("inf")) -> Iterator[None]:
         _free(path)
 
 
-def lock_file(descriptor: int) -> None:
-    """Lock an open file until it is closed in this process and in the children that were forked since.
-
-    Raises:
-        BlockingIOError: It is locked.
-        OSError: Its file system has no locks.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _REQUEST)
-    else:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def holder_of(path: Path) -> str:
     """Return who holds the lock of a file, or has held it."""
     return own_text(path, _LONGEST) or "another process"
@@ -147,8 +130,9 @@ def _hold(path: Path) -> bool:
             try:
                 lock_file(descriptor)
                 if _is_at(path, descriptor):
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, _described(os.getpid()).encode(), 0)
+                    with contextlib.suppress(OSError):  # the disk is full
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, _described(os.getpid()).encode(), 0)
                     _held.descriptors[path] = descriptor
                     return True
             except (BlockingIOError, PermissionError):

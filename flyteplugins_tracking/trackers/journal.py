@@ -42,9 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_file, open_own, replace_whole
+from flyteplugins_tracking._util.files import is_own_file, lock_file, open_own, replace_whole
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.lock import lock_file
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
