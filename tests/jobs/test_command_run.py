@@ -95,6 +95,28 @@ def test_a_script_of_each_form_sees_what_it_sees_without_the_command(tmp_path, f
         as_python(tmp_path, *words, options=before, PYTHONSAFEPATH="1" if form != "module" else "")
 
 
+CHILDREN = """
+import multiprocessing, sys
+class Point:
+    x = 1
+def work(queue, point):
+    queue.put((point.x, __name__, sys.argv))
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue, Point()))
+        child.start()
+        print(queue.get(), child.join(), child.exitcode)
+"""
+
+
+def test_processes_of_each_kind_find_the_script_again(tmp_path):
+    (tmp_path / "script.py").write_text(CHILDREN)
+    assert as_python(tmp_path, "script.py", "a").count("'a'") == 3
+    assert as_python(tmp_path, "-m", "script", "a").count("'a'") == 3
+
+
 @pytest.mark.parametrize("path", ["/dev/stdin", "named pipe"])
 def test_a_pipe_can_be_the_script(tmp_path, path):
     text = "import sys\nprint('here', __name__, sys.argv)"
