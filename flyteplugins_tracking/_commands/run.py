@@ -7,64 +7,223 @@ A `wandb.init(...)` in the script, or in a framework that it uses, joins the run
 from __future__ import annotations
 
 import argparse
+import builtins
+import functools
+import io
+import json
 import os
+import pkgutil
 import runpy
 import sys
-from types import TracebackType
+import threading
+from collections.abc import Callable
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from types import ModuleType
+from typing import Any, NoReturn, get_args
 
-from flyteplugins_tracking._util.modules import is_own
+from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking._util.threads import wait_as_at_exit
 from flyteplugins_tracking.decorator import tracking_run
-from flyteplugins_tracking.errors import TrackingError
-from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
+from flyteplugins_tracking.errors import ConfigError, TrackingError
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, IfUnavailable, TrackingConfig
 
-# How the text of an option becomes a value, by the first word of the field's type. Other fields have no option.
-_OPTIONS = {"str": str, "float": float, "RunMode": str, "RankScope": str, "IfUnavailable": str, "PrimaryRank": int}
 _EXAMPLE = "example: torchrun --nproc-per-node=8 -m flyteplugins_tracking run --project llm train.py --lr 1e-3"
+# What Python itself calls for `-m`, directories and zip files. Its names have an underscore, and do not change.
+_RUNPY: Any = runpy
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script, and return the exit status of the process if the script does not end it."""
-    parser = argparse.ArgumentParser(
-        "flyteplugins-tracking run", description="Run a script inside of a run.", epilog=_EXAMPLE, allow_abbrev=False
-    )
-    for name in sorted(OWN_ARGUMENTS):
-        kind = str(TrackingConfig.__annotations__[name]).split(" |")[0]
-        if name == "tracker" or kind in _OPTIONS:
-            parser.add_argument(f"--{name.replace('_', '-')}", type=_OPTIONS.get(kind, str), default=argparse.SUPPRESS)
-        elif kind == "bool":
-            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", default=argparse.SUPPRESS)
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
-    given = vars(parser.parse_args(arguments))
-    script, words, is_module = (given.pop(name) for name in ("script", "words", "is_module"))
-    if not is_module and not os.path.exists(script):
-        parser.error(f"there is no {script}")  # before a run is opened
-    sys.argv = [script, *words]
-    # `python -m` has put the working directory there.
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
+    """Run the script, and return the exit status of the process if no exception ends it."""
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"there is no option {unknown[0]}; what only the tracker knows is an --option NAME=VALUE")
+    given = vars(parsed)
+    is_module, words = given.pop("is_module"), given.pop("words")
+    if words[:1] == ["--"]:
+        del words[0]
+    if not words:
+        parser.error("the following arguments are required: SCRIPT")
+    given.update(given.pop("option", ()))
     try:
-        with tracking_run(**given):
-            _run(script, is_module)
-    except TrackingError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    except Exception as error:
-        # As Python prints it without this command: from the script's own line on.
-        sys.excepthook(type(error), error, _of_script(error.__traceback__))
-        return 1
+        run = tracking_run(**given)
+    except ConfigError as error:
+        parser.error(str(error))
+    sys.argv = ["-m" if is_module else words[0], *words[1:]]
+    start = (_module if is_module else _script)(words[0])
+    has_begun = False
+    try:
+        with run:
+            has_begun = True
+            _call(start)
+    except BaseException as error:
+        if has_begun:
+            sys.excepthook = lambda *_: None  # it has been shown
+            if isinstance(error, SystemExit):
+                return error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif isinstance(error, TrackingError):
+            sys.stderr.write(f"{parser.prog}: {error}\n")
+            return 1
+        raise
     return 0
 
 
-def _run(script: str, is_module: bool) -> None:
-    if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(os.path.abspath(script), run_name="__main__")
+def _call(start: Callable[[], object]) -> None:
+    """Run a script to its end, which is that of its threads, and show what it raises, as Python does."""
+    before = threading.enumerate()
+    try:
+        start()
+    except BaseException as error:
+        _show(error)
+        raise
+    finally:
+        wait_as_at_exit(before)
 
 
-def _of_script(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package and of runpy that it begins with: none of a SyntaxError."""
-    while frames is not None and (is_own(file := frames.tb_frame.f_code.co_filename) or "runpy" in file):
+def _show(error: BaseException) -> None:
+    """Show what ends the script, before its threads have ended, as Python does. An excepthook may be the script's."""
+    if isinstance(error, SystemExit):
+        if error.code is not None and not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+        return
+    frames = _of_script(error).__traceback__
+    vars(sys).update(last_type=type(error), last_value=error, last_traceback=frames, last_exc=error)
+    try:
+        sys.excepthook(type(error), error, frames)
+    except Exception as wrong:
+        wrong.__context__ = None
+        for text, one in (("Error in sys.excepthook:", _of_script(wrong)), ("\nOriginal exception was:", error)):
+            sys.stderr.write(f"{text}\n")
+            sys.__excepthook__(type(one), one, one.__traceback__)
+
+
+def _of_script(error: BaseException) -> BaseException:
+    """Leave out this module's frames at the beginning of a traceback: there are no others in a SyntaxError's."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
-    return frames
+    return error.with_traceback(frames)
+
+
+# What starts a script. Each finds it, so that nothing is opened for a misspelt name, and returns what runs it.
+
+
+def _module(name: str) -> Callable[[], object]:
+    """As `python -m name`."""
+    if not _is_safe():
+        sys.path[0] = os.getcwd()
+    _new_main()
+    return _found(_RUNPY._get_module_details, name) or (lambda: _RUNPY._run_module_as_main(name))
+
+
+def _script(path: str) -> Callable[[], object]:
+    """As `python path`: of a file, which may be a pipe, of a directory, of a zip file, or of "-"."""
+    file = "<stdin>" if path == "-" else os.path.join(os.getcwd(), path)
+    if pkgutil.get_importer(file) is not None:  # a directory or a zip file
+        sys.path[: 0 if _is_safe() else 1] = [file]
+        _new_main()
+        run = functools.partial(_RUNPY._run_module_as_main, "__main__", alter_argv=False)
+        return _found(_RUNPY._get_main_module_details) or run
+    if not _is_safe():
+        sys.path[0] = "" if path == "-" else os.path.dirname(os.path.realpath(path))
+    try:
+        with sys.stdin.buffer if path == "-" else io.open_code(file) as stream:
+            source = stream.read()
+    except OSError as error:
+        sys.stderr.write(f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}\n")
+        sys.exit(2)
+    compiled = pkgutil.read_code(io.BytesIO(source))  # None if it is not
+    loader: Any = BuiltinImporter
+    if path != "-":
+        loader = (SourceFileLoader if compiled is None else SourcelessFileLoader)("__main__", file)
+    names = vars(_new_main())
+    names.update(__file__=file, __cached__=None, __loader__=loader)
+    return lambda: exec(compiled or compile(source, file, "exec", dont_inherit=True), names)  # noqa: S102
+
+
+def _found(find: Callable[..., object], *name: str) -> Callable[[], NoReturn] | None:
+    """Look for a module. Return what raises the error in its own code, if there is one: it is an error of the run."""
+    try:
+        find(*name, error=_RUNPY._Error)
+    except _RUNPY._Error as error:
+        sys.exit(f"{sys.executable}: {error}")
+    except BaseException as error:
+        failure = error
+
+        def fail() -> NoReturn:
+            raise failure
+
+        return fail
+    return None
+
+
+def _new_main() -> ModuleType:
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    return main
+
+
+def _is_safe() -> bool:
+    """Whether Python has put no directory of the script before the others: `python -P`, or `-I`."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))  # Python 3.10 has only `-I`
+
+
+# The options
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Return the name and the value of an option's NAME=VALUE. The value is read as JSON if it is JSON."""
+    name, is_pair, value = text.partition("=")
+    if not (name and is_pair):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+class _Pairs(argparse.Action):
+    """Collects all NAME=VALUE of an option in a mapping."""
+
+    def __call__(self, _: object, given: argparse.Namespace, value: Any, __: object = None) -> None:
+        setattr(given, self.dest, {**getattr(given, self.dest, {}), value[0]: value[1]})
+
+
+_PAIRS: dict[str, Any] = {"type": _pair, "action": _Pairs, "metavar": "NAME=VALUE"}
+# How an option becomes an argument of `tracking_run`, by the name or else by the type of the argument's field.
+# None: it has no option.
+_OPTIONS: dict[str, dict[str, Any] | None] = {
+    "tracker": {},
+    "config": {**_PAIRS, "help": "a value of the run's config; may be repeated"},
+    "secret": None,  # everybody sees the command line of a process
+    "download_logs": None,  # of a Flyte task
+    "RunMode": {"choices": RUN_MODES},
+    "RankScope": {"choices": RANK_SCOPES},
+    "IfUnavailable": {"choices": get_args(IfUnavailable)},
+    "PrimaryRank": {"type": int, "metavar": "RANK"},
+    "bool": {"action": "store_true"},
+    "str": {},
+    "str | None": {},
+    "float": {"type": float, "metavar": "SECONDS"},
+    "float | None": {"type": float, "metavar": "SECONDS"},
+    "Sequence[str] | None": {"action": "append", "help": "may be repeated"},
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "flyteplugins-tracking run",
+        usage="%(prog)s [OPTIONS] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
+        description="Run a script inside of a run. The options are the arguments of tracking_init.",
+        epilog=_EXAMPLE,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name in sorted(OWN_ARGUMENTS):
+        option = _OPTIONS[name if name in _OPTIONS else TrackingConfig.__annotations__[name]]
+        if option is not None:
+            parser.add_argument(f"--{name.replace('_', '-')}", **option)
+    parser.add_argument("--option", **_PAIRS, help="an argument of the tracker, as entity=team; may be repeated")
+    parser.add_argument("-m", dest="is_module", action="store_true", default=False, help="SCRIPT is a module")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="SCRIPT and its arguments")
+    return parser

@@ -460,8 +460,10 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
         return code & 0xFF if isinstance(code, int) else 1
     if isinstance(error, SystemExit):
         # https://docs.python.org/3/library/exceptions.html#SystemExit
-        # The system keeps the lowest 8 bits of the code.
-        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        # The system keeps the lowest 8 bits of the code, and Python makes -1 of a code that is no C integer.
+        if isinstance(error.code, int):
+            return error.code & 0xFF if -(2**63) <= error.code < 2**63 else 255
+        return int(error.code is not None)
     return 1
 
 

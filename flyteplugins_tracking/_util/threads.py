@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import copy_context
 from typing import Any, TypeVar
 
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.modules import loaded
 
 T = TypeVar("T")
 
@@ -17,6 +19,8 @@ _EXIT_S = 1.0
 _POLL_S = 0.0005
 _ASLEEP_IN_A_ROW = 3
 _ASK_S = 0.25
+_LOOK_S = 0.02
+_IDLE_IN_A_ROW = 3
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
@@ -103,6 +107,39 @@ def call_within(timeout_s: float, function: Callable[..., T], *args: Any) -> T:
     if not results:
         raise TimeoutError(f"not within {timeout_s:g} s")
     return results[0]
+
+
+def wait_as_at_exit(before: Collection[threading.Thread]) -> None:
+    """Wait for the non-daemon threads that are not of `before`, as Python does when it ends.
+
+    Some threads end only because Python ends: those that wait for work of an executor or for the end of the main thread
+    are not waited for, and to the others the main thread has ended.
+    """
+    main, idle = threading.main_thread(), 0
+    main.is_alive = lambda: False  # type: ignore[method-assign]
+    try:
+        while others := [one for one in threading.enumerate() if not one.daemon and one not in before]:
+            # An executor's worker looks idle between two pieces of work too.
+            idle = idle + 1 if all(_lasts_until_exit(one) for one in others) else 0
+            if idle == _IDLE_IN_A_ROW:
+                return
+            time.sleep(_LOOK_S)
+    finally:
+        del main.is_alive
+
+
+def _lasts_until_exit(thread: threading.Thread) -> bool:
+    pending = getattr(thread, "pending_work_items", None)  # of a pool of processes
+    if pending is not None:
+        return not pending
+    executors, frame = loaded("concurrent.futures.thread"), sys._current_frames().get(thread.ident or 0)
+    if executors is not None and frame is not None and frame.f_code is executors._worker.__code__:
+        return True
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        if frame.f_code is threading.Thread.join.__code__ and frame.f_locals["timeout"] is None:
+            return frame.f_locals["self"] is threading.main_thread()
+        frame = frame.f_back
+    return False
 
 
 def wait_until_asleep(name: str, timeout_s: float) -> bool:

@@ -239,7 +239,9 @@ def test_a_script_runs_under_the_command_as_without_it(tmp_path: Path, words: li
     assert (run.project, run.exit_code, run.config["end"], len(run.rows)) == ("ours", code, end, 1)
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "there is no missing.py"), ("x = (", "SyntaxError")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "missing.py': [Errno 2] No such file"), ("x = (", "SyntaxError")]
+)
 def test_a_script_that_cannot_run_is_told_as_python_tells_it(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "missing.py").write_text(content)

@@ -1,0 +1,273 @@
+"""`flyteplugins-tracking run`: a script runs as without it. What its run has is in test_blocks.py too."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import subprocess
+import sys
+import threading
+import zipapp
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support import jobs
+
+from flyteplugins_tracking._commands import run as command
+from flyteplugins_tracking._util.threads import wait_as_at_exit
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
+
+UNDER = ("-m", "flyteplugins_tracking", "run")
+
+
+def outcome(directory: Path, *words: str, text: str = "", **variables: str) -> tuple[int, str, str]:
+    """What a real interpreter does in the directory of a script, without any run."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=directory,
+        env=jobs.environment(directory, FLYTE_TRACKING_MODE="disabled", PYTHONPATH=ROOT, **variables),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+ROOT = str(jobs.PACKAGE.parent)
+
+
+def as_python(directory: Path, *words: str, options: tuple[str, ...] = (), text: str = "", **variables: str) -> str:
+    """Compare the command with Python, and return what Python prints."""
+    plain, under = (outcome(directory, *options, *before, *words, text=text, **variables) for before in ((), UNDER))
+    assert under == plain
+    return "".join(plain[1:])
+
+
+SEEN = """
+import inspect, os, pickle, sys
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: int
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    print(sys.path[0], sys.argv, __file__, __spec__ and __spec__.name, __package__, __cached__)
+    print(sorted({*globals()} - {"__annotations__"}), type(__builtins__), type(__loader__), main.__dict__ is globals())
+    print(Point.__annotations__, pickle.loads(pickle.dumps(Point(1))), sys.flags)
+"""
+ENDING = """
+import sys
+print("begun", flush=True)
+def end():
+    {}
+end()
+"""
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("file", "./sub/../script.py"),
+        ("link", "link.py"),
+        ("module", "script"),
+        ("package", "package"),
+        ("directory", "package"),
+        ("zip file", "script.pyz"),
+        ("compiled", "script.pyc"),
+        ("-", "-"),
+    ],
+)
+def test_a_script_of_each_form_sees_what_it_sees_without_the_command(tmp_path, form, name):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    for path in ("script.py", "sub/linked.py", "package/__main__.py"):
+        (tmp_path / path).write_text(SEEN)
+    (tmp_path / "link.py").symlink_to("sub/linked.py")
+    zipapp.create_archive(tmp_path / "package", tmp_path / "script.pyz")
+    py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "script.pyc"))
+    words = [*(["-m"] if form in ("module", "package") else []), name, "--", "--x", "-m"]
+    assert "'--', '--x', '-m'" in as_python(tmp_path, *words, text=SEEN if form == "-" else "")
+    if form in ("link", "module", "directory"):
+        before = (("-P",) if sys.version_info >= (3, 11) else ("-I",)) if form != "module" else ()
+        as_python(tmp_path, *words, options=before, PYTHONSAFEPATH="1" if form != "module" else "")
+
+
+CHILDREN = """
+import multiprocessing, sys
+class Point:
+    x = 1
+def work(queue, point):
+    queue.put((point.x, __name__, sys.argv))
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue, Point()))
+        child.start()
+        print(queue.get(), child.join(), child.exitcode)
+"""
+
+
+def test_processes_of_each_kind_find_the_script_again(tmp_path):
+    (tmp_path / "script.py").write_text(CHILDREN)
+    assert as_python(tmp_path, "script.py", "a").count("'a'") == 3
+    assert as_python(tmp_path, "-m", "script", "a").count("'a'") == 3
+
+
+@pytest.mark.parametrize("path", ["/dev/stdin", "named pipe"])
+def test_a_pipe_can_be_the_script(tmp_path, path):
+    text = "import sys\nprint('here', __name__, sys.argv)"
+    if path == "named pipe":
+        path = str(tmp_path / "pipe")
+        os.mkfifo(path)
+        writer = threading.Thread(target=Path(path).write_text, args=(text,), daemon=True)
+        writer.start()
+    assert outcome(tmp_path, *UNDER, path, "a", text=text) == (0, f"here __main__ {[path, 'a']}\n", "")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "1 / 0",
+        "try: 1 / 0\n    except ZeroDivisionError as error: raise ValueError('a value') from error",
+        "try: 1 / 0\n    except ZeroDivisionError: {}['a key']",
+        "import wrong",
+        "raise KeyboardInterrupt",
+        "from flyteplugins_tracking import ConfigError; raise ConfigError('of the script')",
+        "sys.exit(2**70)",
+        "sys.exit(['a', 'list'])",
+        "sys.excepthook = lambda *error: print('shown by', *error[:2], error[2].tb_lineno); 1 / 0",
+        "sys.excepthook = lambda *_: sys.exit(4); 1 / 0",
+        "sys.excepthook = lambda *_: {}['a key']; 1 / 0",
+    ],
+)
+def test_a_script_ends_and_tells_why_as_without_the_command(tmp_path, end):
+    directory = tmp_path / "of runpy's"  # the name of the directory has nothing to say
+    directory.mkdir()
+    (directory / "script.py").write_text(ENDING.format(end))
+    (directory / "wrong.py").write_text("x = (")
+    assert as_python(directory, "script.py").startswith("begun\n")
+    assert as_python(directory, "-m", "script").startswith("begun\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["wrong.py"], ["nothing.py"], ["empty"], ["-m", "nothing"], ["-m", "package.nothing"]]
+)
+def test_a_script_that_is_not_there_is_told_as_python_tells_it(tmp_path, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "wrong.py").write_text("x = (")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    as_python(tmp_path, *words)
+
+
+THREADS = """
+import sys, threading, time
+import wandb
+from concurrent.futures import ThreadPoolExecutor
+main, run = threading.main_thread(), wandb.init(project="of-the-script")
+pool, go = ThreadPoolExecutor(1), threading.Event()
+def later(x):
+    go.wait()
+    time.sleep(0.2)
+    run.log({"x": x})
+    sys.stderr.write(f"logged {x} {sys.modules['__main__'].run is run}\\n")
+def as_long_as_main():
+    while main.is_alive():
+        time.sleep(0.01)
+    go.set()
+threading.Thread(target=later, args=[1]).start()
+threading.Thread(target=as_long_as_main).start()
+threading.Thread(target=main.join).start()
+pool.submit(later, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status", "told"),
+    [
+        ("", 0, 0, ""),
+        ("1 / 0", 1, 1, "ZeroDivisionError"),
+        ("sys.exit('a text')", 1, 1, "a text"),
+        ("sys.exit(2**70)", 255, 255, ""),
+        ("raise KeyboardInterrupt", -2, 130, "\nKeyboardInterrupt\n"),
+    ],
+)
+def test_the_run_ends_after_the_threads_of_the_script_and_with_its_status(tmp_path, end, code, status, told):
+    (tmp_path / "script.py").write_text(THREADS + end)
+    done = jobs.finish(jobs.start([sys.executable, *UNDER, "script.py"], tmp_path, cold=True), tmp_path)
+    (run,) = done.runs
+    assert (done.returncode, run.exit_code, sorted(row["x"] for row in run.rows)) == (code, status, [1, 2]), done
+    assert "logged 1 True\n" in done.output
+    if told:
+        assert done.output.count(told) == 1
+        assert done.output.index(told) < done.output.index("logged")
+
+
+def test_only_threads_that_were_started_meanwhile_are_awaited():
+    release, before = threading.Event(), threading.enumerate()
+    with ThreadPoolExecutor(2) as pool:
+        old = threading.Thread(target=release.wait)
+        old.start()
+        daemon = threading.Thread(target=release.wait, daemon=True)
+        daemon.start()
+        assert pool.submit(int).result() == 0
+        wait_as_at_exit([*before, old])
+        assert (old.is_alive(), daemon.is_alive(), threading.main_thread().is_alive()) == (True, True, True)
+        assert pool.submit(int).result() == 0  # an executor goes on
+        release.set()
+
+
+MISSPELT = [
+    (["-m", "nothing"], "No module named nothing"),
+    (["nothing.py"], "can't open file"),
+    (["--run-mode", "nwe", "script.py"], "argument --run-mode: invalid choice: 'nwe'"),
+    (["--pulse-s", "-1", "script.py"], "flyteplugins-tracking run: error: pulse_s must be a positive number"),
+    (["--option", "projekt=p", "script.py"], "has no argument 'projekt'; did you mean 'project'?"),
+    (["--config", "lr", "script.py"], "argument --config: 'lr' is not NAME=VALUE"),
+    (["--entity", "team", "script.py"], "--option"),
+    ([], "the following arguments are required: SCRIPT"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISSPELT)
+def test_what_is_misspelt_opens_no_run_and_is_told_in_the_words_of_the_command(
+    tmp_path, monkeypatch, capfd, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    Path("script.py").write_text("print('ran')")
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    told = (str(ended.value) if isinstance(ended.value.code, str) else "") + capfd.readouterr().err
+    assert message in told
+    assert ended.value.code not in (None, 0)
+    assert os.listdir(tmp_path) == ["script.py"]
+
+
+def test_each_argument_has_an_option_or_is_said_to_have_none(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    shown = capsys.readouterr().out
+    without = {name for name in OWN_ARGUMENTS if f"--{name.replace('_', '-')} " not in shown.replace("\n", " ")}
+    assert without == {"secret", "download_logs"}
+    assert {"Any"} == {TrackingConfig.__annotations__[name] for name in without} - {"bool"}
+
+
+def test_the_options_reach_the_run(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import wandb; wandb.log({'x': 1}); print(wandb.run.entity, wandb.run.job_type)"
+    )
+    options = ["--tags", "a", "--tags", "b,c", "--config", "lr=1e-3", "--config", "model=gpt", "--config", "deep=true"]
+    options += ["--option", "entity=team", "--option", "job_type=sweep", "--name", "named", "--rank-prefix"]
+    done = jobs.run([sys.executable, *UNDER, *options, "--", "script.py"], tmp_path)
+    (run,) = done.runs
+    assert (run.exit_code, run.name, len(run.rows)) == (0, "named", 1), done
+    assert sorted(run.tags) == ["a", "b,c"]
+    assert "team sweep\n" in done.output
+    assert {key: run.config[key] for key in ("lr", "model", "deep")} == {"lr": 0.001, "model": "gpt", "deep": True}
