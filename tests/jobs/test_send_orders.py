@@ -1,4 +1,4 @@
-"""`send` of W&B attempts of one run that logged online and offline in turn: each row once, and the true end.
+"""`send` of attempts of one run that logged online and offline in turn: each row once, and the true end.
 
 A line of a W&B run is at the place that its writer gave: one that starts at too low a count overwrites.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from faults.matrix import PROMPT
-from support import jobs
-from support.kills import kill_with_children, moments
+from support import backends, jobs
+from support.kills import kill_with_children, logged, moments
 from support.waiting import wait_until
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
@@ -194,3 +195,29 @@ def test_a_shared_run_that_has_gone_on_online_keeps_its_end(tmp_path):
             assert sorted(row["row"] for row in run.rows if "row" in row) == sorted(4 * list(range(4)))
             assert run.state == "finished"
             assert "failure/type" not in run.summary
+
+
+@pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--watch", "--until-done", "--killed-after", "2"), marks=pytest.mark.full)]
+)
+def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path, tracker, options):
+    """The later one has not seen the directory: it logged on another disk."""
+    here, elsewhere, service = (tmp_path / name for name in ("here", "elsewhere", "service"))
+    service.mkdir()
+    command = [sys.executable, jobs.PROGRAMS / "killed_training.py", tracker, "p"]
+    with backends.BACKENDS[tracker](service) as backend:
+        kept = jobs.start(command, here, {**backend.missing(tmp_path), "IF_UNAVAILABLE": "degrade"})
+        wait_until(lambda: logged(here), kept)
+        kill_with_children(kept.pid)
+        jobs.finish(kept, here)
+        done = jobs.run([*command, "30"], elsewhere, backend.environment())
+        assert done.returncode == 0, done.output
+        sending = [sys.executable, "-m", "flyteplugins_tracking", "send", *options, "."]
+        done = jobs.run(sending, here, backend.environment())
+        assert done.returncode == 0, done.output
+        (run,) = backend.runs("p")
+    assert Counter(value for key, value in run.points.elements() if key == "rank0") == Counter(
+        [*logged(here), *logged(elsewhere)]
+    )
+    assert run.status == "finished"
