@@ -6,7 +6,8 @@ run keeps its rows in a journal in the run's directory, until the run has ended:
 What the service has of a run is a prefix. The step at which the next opening starts tells how long it is. That attempt
 logs the rest again before the function's first row, with the steps and times that the rows had. So these rows are in
 its own journal too, and what it was left is removed. If it is killed before that, the next attempt finds rows in two
-journals: equal steps tell that.
+journals: equal steps tell that. Only an attempt on another disk takes the steps of rows that W&B lacks: the time of the
+row at such a step tells that, and then the times of all rows tell which are lacking. These come behind.
 
 A process that writes a run alone knows the steps of its rows. If its forked children or TensorBoard write too,
 wandb-core gives the steps, and the run's file (`run-ID.wandb`) has them. If other clients write to the run, its rows
