@@ -35,7 +35,7 @@ from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
-from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, exit_code_in, files_in, stored
+from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, files_in, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.wandb import datastore, live, outbox
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
@@ -201,7 +201,7 @@ class KeptRun(Watched):
     def _end(self, attempt: Sequence[StoredJournal], *, ends_run: bool) -> int:
         handle, self.opened = self._open(attempt), None
         handle.ends_run = ends_run and handle.request.plan.role is None
-        exit_code = exit_code_in(attempt[0].lines())
+        exit_code = handle.exit_code_of(attempt)
         handle.finish(exit_code)
         if str(attempt[0].path.parent) in handle.unsent():
             raise TrackerUnavailableError("the service has not taken the run's end")

@@ -54,8 +54,8 @@ class OutboxHandle(client.ClientHandle):
         header: What the journal's readers need to know beside what they need of each tracker.
         steps: The steps of the rows.
         undo: Undoes, at the run's end, what was done to the process.
-        earlier_exit_code: The status that the first journal of earlier attempts ends with; 1 if its process was killed
-            before it could tell.
+        earlier_exit_code: The status that the first journal of earlier attempts ends with, which are sent; 1 if its
+            process was killed before it could tell.
     """
 
     header: Mapping[str, Any] = MappingProxyType({})
@@ -98,6 +98,10 @@ class OutboxHandle(client.ClientHandle):
     def stored_step(self) -> int:
         """Return the last step that the run has at its service; -1 for none. Called once, before anything is sent."""
         return -1
+
+    def exit_code_after(self, time_s: float) -> int | None:  # noqa: ARG002 as trackers need it
+        """Return the status with which the run had ended when it was opened here, if it had rows after a time."""
+        return None
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:  # noqa: ARG002 as trackers need it
         """Send the run's status within `timeout_s` seconds, after its lines. Called in every rank's end.
@@ -262,13 +266,24 @@ class OutboxHandle(client.ClientHandle):
 
     def _read(self, earlier: Sequence[StoredJournal]) -> None:
         """Read what must be known of earlier attempts before their lines are sent."""
-        self.earlier_exit_code = 1
+        if self.request.earlier:
+            self.earlier_exit_code = self.exit_code_of(earlier)
+            return
         for left in earlier:
             for line in left.lines():  # one at a time: there may be millions
-                if line.get("step") is not None and not self.request.earlier:  # the function's rows come behind it
+                if line.get("step") is not None:  # the function's rows come behind it
                     self.steps.last = max(self.steps.last, int(line["step"]))
-                if left is earlier[0]:
-                    self.earlier_exit_code = line.get("exit_code", self.earlier_exit_code)
+
+    def exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
+        """Return the status that the first of these journals ends with, or that of a later attempt at the service."""
+        exit_code, last_at = 1, 0.0
+        for journal in journals:
+            for line in journal.lines():
+                last_at = max(last_at, line.get("time", 0.0))
+                if journal is journals[0]:
+                    exit_code = line.get("exit_code", exit_code)
+        later = self.exit_code_after(last_at)
+        return exit_code if later is None else later
 
     def _is_of_run(self, left: StoredJournal) -> bool:
         """Whether a journal is of this run: another project may have a run with its id."""

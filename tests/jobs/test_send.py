@@ -17,7 +17,7 @@ from support.wandb_server import WandbServer
 from flyteplugins_tracking._commands.send import main
 from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.wandb import outbox
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 
@@ -188,6 +188,8 @@ def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_enviro
     with WandbServer(late=(1000.0, 0.0)) as server:  # which looks as a service that has dropped the rows
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
+        # Another test of this process may have set up the client for another server.
+        monkeypatch.setattr(vendor.session().settings, "base_url", server.url)
         assert main([*map(str, directories)]) == 1
     output, errors = capsys.readouterr()
     assert f"sent {directories[0]}" not in output

@@ -98,6 +98,11 @@ class MlflowHandle(OutboxHandle):
     def stored_step(self) -> int:
         return vendor.last_step(self.opened.run, prefix_of(self.request)) if self.is_resumed else -1
 
+    def exit_code_after(self, time_s: float) -> int | None:
+        run = self.opened.run
+        ended_with = {"FINISHED": 0, **_EXIT_CODES}.get(run.info.status) if self.opened.is_resumed else None
+        return ended_with if vendor.last_at(run) > time_s else None
+
     @property
     def url(self) -> str | None:
         """The run's page; None if the address of the UI is not known."""

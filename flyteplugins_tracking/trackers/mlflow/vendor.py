@@ -242,6 +242,13 @@ def last_step(run: Any, prefix: str = "") -> int:
     return -1
 
 
+def last_at(run: Any) -> float:
+    """Return when the run's last row was logged, in seconds since the epoch; 0 if it has none."""
+    with PARTS.optional("an earlier attempt that is sent later gives the run its own end"):
+        return max((metric.timestamp / 1000 for metric in run.data._metric_objs), default=0.0)
+    return 0.0
+
+
 def _first_line(text: str) -> str:
     return first_line(text.strip() or "no reason given")[:500]
 

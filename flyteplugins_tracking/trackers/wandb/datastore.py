@@ -99,6 +99,12 @@ def description(directory: Path) -> Any:
     return None
 
 
+def started_at(directory: Path) -> set[float]:
+    """Return when the run was opened, in seconds since the epoch; nothing if that is not known."""
+    described = description(directory)
+    return set() if described is None else {described.start_time.ToMicroseconds() / 1e6}
+
+
 def arguments_of(record: Any) -> dict[str, Any]:
     """Return the arguments of `wandb.init` that make the run of a description again."""
     config = {item.key: json.loads(item.value_json) for item in record.config.update if item.key[:1] not in ("", "_")}

@@ -22,7 +22,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import Left, attempt_at
-from flyteplugins_tracking.trackers.wandb.send import Files, label_in, place_of
+from flyteplugins_tracking.trackers.wandb.send import Files, LaterEnd, label_in, place_of, require_unwritten
 
 # The records beside rows that are sent as they are. Saved files and artifacts are sent at the end.
 _FORWARDED, _OF_PRIMARY = ("config", "summary", "metric"), ("stats", "output", "output_raw")
@@ -51,7 +51,7 @@ class _File:
         self._attempt, self._position = attempt_at(directory), 0
         first = next(iter(self._attempt.rows()), None)
         self._is_placed = first is not None and first.is_placed
-        self.known: set[int] = set()  # the numbers of rows that W&B had before
+        self.known: set[float] = set()  # the rows that W&B had before: their numbers, or else their times
         self.is_done = False  # whether its process has ended, and all was read: it may be long
 
     @property
@@ -97,18 +97,22 @@ class LiveRun:
         self._column, self._label = roles.column_in(attempt), label_in(first)
         self._files: dict[Path, _File] = {}
         vendor.drop_unusable_service()
-        self._reader = vendor.Reader(self.place)
+        self._reader, self._later = vendor.Reader(self.place), None
         settings, found = dict[str, Any](_SETTINGS), self._reader.stored()
         if self._column is None:
             outbox.await_count(first.parent, self.place.run_id, time.monotonic() + _COUNTED_S)
+            found = self._reader.stored()
+            require_unwritten(found, first.parent, self.place.run_id)
+            self._later = LaterEnd.of([attempt_at(path) for path in directories], found)
         elif found is None and self._label:
             raise TrackerUnavailableError(f"W&B has no run {self.place.run_id} yet, which {self._label} has joined")
         else:
             # One client for all ranks: wandb-core opens a run once. Their rows' numbers tell them apart.
             settings |= roles.shared_settings(self._label or roles.role_of(self._column), ends_run=not self._label)
-        if described is not None:  # W&B shows a run as running again that a client opens which says on which host it is
+        # W&B shows a run as running again that a client opens which says on which host it is.
+        if described is not None and self._later is None:
             settings |= {"host": described.host, "x_disable_machine_info": False}
-        is_described = described is not None and (found is None or self._column is None)
+        is_described = described is not None and (found is None or self._column is None) and self._later is None
         folder = tempfile.mkdtemp(prefix=_FOLDER, dir=first)
         arguments = datastore.arguments_of(described) if is_described else {}
         self._run = vendor.open_to_send(self.place, arguments, folder, settings)
@@ -126,9 +130,9 @@ class LiveRun:
             if directory not in self._files:
                 self._files[directory] = _File(directory)
                 if self._column is not None:
-                    self._files[directory].known = self._arrived(directory)
-                elif self._files[directory].first_at is not None:
-                    self._require_own_rows(self._files[directory])
+                    self._files[directory].known |= self._arrived(directory)
+                else:
+                    self._look(self._files[directory])
             file, is_last = self._files[directory], directory == directories[-1] or self._column is not None
             if file.is_done:
                 continue
@@ -159,12 +163,15 @@ class LiveRun:
         """
         while self.send(directories, is_written=False):
             pass
-        left, run, exit_code = self._left(directories), self._run, attempt_at(directories[-1]).exit_code
+        left, run, later = self._left(directories), self._run, self._later
+        exit_code = attempt_at(directories[-1]).exit_code if later is None else later.exit_code
         exit_code = 1 if exit_code is None else exit_code
         files = Files(left)
         if self._column is None:
             files.ask(vendor.stored_run(self.place))
             files.send(run)
+            if later is not None:
+                later.restore(run)
             if exit_code == 0:
                 vendor.forget(run, FAILURE_KEYS)
         if exit_code == TERMINATED:
@@ -173,23 +180,23 @@ class LiveRun:
         if self._column is None:  # or else `send` looks which rows W&B has
             self._require_last_row()
             left.clear()
+            if later is not None:
+                later.path.unlink(missing_ok=True)
             files.require_sent(directories[-1])
         for folder in directories[0].parent.glob(f"*{glob.escape(self.place.run_id)}*/{_FOLDER}*"):
             shutil.rmtree(folder, ignore_errors=True)
         return exit_code
 
-    def _require_own_rows(self, file: _File) -> None:
-        """Look whether another attempt has taken steps since a part of a file was sent: then the rest comes behind."""
-        found, first_at, last = self._reader.stored(), file.first_at or 0, -1.0
-        for row in datastore.rows(file.directory):
-            last = row.time if row.step + first_at < self._next_step else last
-        if found is None or last < 0 or last == found.summary.get("_timestamp"):
-            return
-        known = set(chain.from_iterable(found.values_backwards("_timestamp", first_at)))
+    def _look(self, file: _File) -> None:
+        """Look whether another attempt has logged since a file was begun, or written: then W&B's steps do not tell."""
+        found, begun = self._reader.stored(), file.first_at
         rows = chain(datastore.rows(file.directory), attempt_at(file.directory).missing())
-        if (lacking := next((row for row in rows if row.time not in known), None)) is not None:
-            file.first_at = self._next_step - lacking.step
-            outbox.keep_starting_step(file.directory, file.first_at)
+        times = [row.time for row in rows if begun is None or row.step + begun < self._next_step]
+        last_at = None if found is None else found.last_at
+        if found is None or last_at is None or not times:
+            return
+        if last_at >= times[0] if begun is None else last_at != times[-1]:
+            file.known, file.first_at = found.times(begun or 0), None
 
     def _require_last_row(self) -> None:
         """Wait until W&B has the last row. Its client may have given up in an outage.
@@ -238,6 +245,8 @@ class LiveRun:
                 number = row.values.get(self._column)
                 if isinstance(number, (int, float)) and int(number) not in file.known:
                     yield row._replace(step=-1)
+                continue
+            if row.time in file.known:
                 continue
             if file.first_at is None:
                 file.first_at = max(0, self._next_step - row.step)

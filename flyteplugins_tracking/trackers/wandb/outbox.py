@@ -6,7 +6,8 @@ run keeps its rows in a journal in the run's directory, until the run has ended:
 What the service has of a run is a prefix. The step at which the next opening starts tells how long it is. That attempt
 logs the rest again before the function's first row, with the steps and times that the rows had. So these rows are in
 its own journal too, and what it was left is removed. If it is killed before that, the next attempt finds rows in two
-journals: equal steps tell that.
+journals: equal steps tell that. Only an attempt on another disk takes the steps of rows that W&B lacks: the time of the
+row at such a step tells that, and then the times of all rows tell which are lacking. These come behind.
 
 A process that writes a run alone knows the steps of its rows. If its forked children or TensorBoard write too,
 wandb-core gives the steps, and the run's file (`run-ID.wandb`) has them. If other clients write to the run, its rows
@@ -153,6 +154,11 @@ class AttemptOnDisk:
         """Return the times of the rows that its journals have: they tell rows apart that have other steps elsewhere."""
         return {row.time for row in self.rows()} if self.journals else set()
 
+    def logged_at(self) -> set[float]:
+        """Return the times of all its rows; if it has none, that of its start. W&B's rows have them too."""
+        times = {row.time for row in chain(datastore.rows(self.directory), self.rows())}
+        return times or datastore.started_at(self.directory)
+
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that its processes have logged, and W&B may lack."""
         entries = chain.from_iterable(journal.entries() for journal in self.journals)
@@ -266,6 +272,7 @@ class Left:
         self.offline = [attempt for attempt in attempts if is_offline(attempt.directory)]
         self.attempts = [*self.online, *self.offline]
         self.journals = [journal for attempt in self.attempts for journal in attempt.journals]
+        self._arrived: set[float] | None = None  # the times of W&B's rows, if their steps do not tell which it has
 
     @property
     def exit_code(self) -> int | None:
@@ -278,6 +285,21 @@ class Left:
         """The column for the steps of rows that get others."""
         return next((attempt.step_metric for attempt in (*self.offline, *self.online) if attempt.journals), None)
 
+    def compare(self, found: vendor.Stored | None) -> None:
+        """Look whether others, which have not seen this disk, have taken steps of rows that W&B lacks.
+
+        Args:
+            found: What W&B has of the run.
+        """
+        for attempt in self.online:
+            if found is None:
+                return
+            rows = (row for row in attempt.rows() if row.step <= found.last_step)
+            last = max(rows, key=lambda row: row.step, default=None)
+            if last is not None and found.last_at != last.time and found.time_at(last.step) != last.time:
+                self._arrived = found.times()
+                return
+
     def times(self) -> set[float]:
         """Return the times of the rows that attempts online have logged: also of those that had been logged offline."""
         return set[float]().union(*(attempt.times() for attempt in self.online))
@@ -288,14 +310,15 @@ class Left:
         Args:
             since: How many steps the service has.
         """
-        step = since
-        # A row that a later attempt has logged again comes from that one.
-        in_order = heapq.merge(*(attempt.rows(since) for attempt in self.online[::-1]), key=lambda row: row.step)
-        for row in (row for row in in_order if row.step >= step):
-            yield row
-            step = row.step + 1
-        known = self.times() if self.offline else set()
-        for attempt in self.offline:
+        step, behind, known = since, self.attempts, set(self._arrived or ())
+        if self._arrived is None:
+            behind, known = self.offline, self.times() if self.offline else set()
+            # A row that a later attempt has logged again comes from that one.
+            in_order = heapq.merge(*(attempt.rows(since) for attempt in self.online[::-1]), key=lambda row: row.step)
+            for row in (row for row in in_order if row.step >= step):
+                yield row
+                step = row.step + 1
+        for attempt in behind:
             rows = attempt.missing() if is_synced(attempt.directory) else attempt.rows()
             begun = distance = starting_step(attempt.directory, of_live=True)
             for row in (row for row in rows if row.time not in known):
@@ -305,6 +328,7 @@ class Left:
                 values = attempt.with_columns(row) if distance else row.values
                 yield row._replace(step=row.step + distance, values=values)
                 step = row.step + distance + 1
+                known.add(row.time)  # a later attempt may have logged it again
 
     def artifacts(self) -> list[vendor.KeptArtifact]:
         """Return the artifacts that attempts have logged, each once."""
@@ -759,7 +783,10 @@ def send_earlier(made: WandbOutbox) -> None:
 
     parent = made.directory.parent
     try:
-        made.send(Left(made.place, parent, is_to_send))
+        left = Left(made.place, parent, is_to_send)
+        if left.online:
+            left.compare(vendor.stored_run(made.place))
+        made.send(left)
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
         logger.warning(text, made.place.run_id, parent, exc_info=True)

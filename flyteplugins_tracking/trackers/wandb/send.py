@@ -5,6 +5,7 @@ wandb's own `sync` refuses the directory of a run that was online, or appends al
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -16,16 +17,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._job.failure import FAILURE_KEYS
+from flyteplugins_tracking._util.files import own_text, replace_whole
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import require_all_sent
+from flyteplugins_tracking.trackers.journal import encode, require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, forced_run_id, outbox, roles, vendor
@@ -44,9 +46,12 @@ _SYNC_OF_CORE_SINCE = "0.28.1"
 _WRITTEN_S = 30.0
 # The command `wandb`. Unlike `python -m wandb`, it does not look for its module in the working directory.
 _WANDB = "import runpy, sys; del sys.path[0]; runpy.run_module('wandb', run_name='__main__', alter_sys=True)"
-_STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
+# The exit codes of a run's states.
+STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
 # The errors of a wandb-core that dies while it starts.
 _OF_SERVICE = "wandb.sdk.lib.service"
+# The file of a `LaterEnd`, and its most bytes.
+_LATER, _LONGEST_LATER = "flyteplugins-tracking-later.json", 1 << 24
 # How long a run may take to end whose sending has failed, in seconds.
 _CUT_S = 1.0
 
@@ -71,13 +76,13 @@ def may_be_written(directory: Path) -> bool:
 def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order in which they are sent: that of their start.
 
-    A run that was online goes on offline behind that. Its primary, which ends the run, follows the other ranks. Roles
-    follow the owner, which has made the run.
+    Those that were online come first: their rows have their steps at W&B already. Its primary, which ends the run,
+    follows the other ranks. Roles follow the owner, which has made the run.
     """
 
-    def place_of(directory: Path) -> tuple[bool, bool, str]:
+    def place_of(directory: Path) -> tuple[bool, bool, bool, str]:
         label = label_in(directory)
-        return not is_rank(directory), not label, directory.name.removeprefix("offline-")
+        return not is_rank(directory), not label, outbox.is_offline(directory), directory.name
 
     return sorted(directories, key=place_of)
 
@@ -210,33 +215,79 @@ def _send_in_process(directory: Path, place: Place, close: _Close) -> bool:
 def _with_online(own: Left) -> Left:
     """Return what attempts have left: that one, and those that were online, of which a later one has the rest."""
     known = own.directories
-    return Left(
-        own.place,
-        own.parent,
-        lambda other: other.directory in known or (bool(other.journals) and not outbox.is_offline(other.directory)),
-    )
+    return Left(own.place, own.parent, lambda other: other.directory in known or _is_left_online(other))
+
+
+def _is_left_online(attempt: AttemptOnDisk) -> bool:
+    return bool(attempt.journals) and not outbox.is_offline(attempt.directory)
+
+
+def require_unwritten(found: vendor.Stored | None, parent: Path, run_id: str) -> None:
+    """Refuse a run that a process elsewhere has open: one of both would overwrite the other's rows.
+
+    A run that is "running", and whose last row is of an attempt on this disk, was killed here.
+
+    Args:
+        found: What W&B has of the run.
+        parent: The directory of the runs on this disk.
+        run_id: The run's id.
+
+    Raises:
+        TrackerUnavailableError: A process elsewhere may have it open.
+    """
+    if found is None or found.state != "running" or found.last_at is None:
+        return
+    here = [path for path in outbox.directories_of(parent, run_id) if not may_be_written(path)]
+    if not any(found.last_at in attempt_at(path).logged_at() for path in here):
+        raise TrackerUnavailableError(
+            f"W&B shows run {run_id} as running, with rows that no ended process has logged here: what is sent now "
+            "could take the place of rows. Send it when that process has ended: W&B shows a killed one as crashed "
+            "after some minutes"
+        )
 
 
 def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk, described: Any) -> str:
     """Send what the only writer of a run has logged offline."""
-    directory, left, files = attempt.directory, _with_online(own), Files(own)
+    directory, files = attempt.directory, Files(own)
     was_sent = outbox.is_synced(directory)
-    if not was_sent and outbox.starting_step(directory, of_live=True) is not None:  # `wandb sync` would send all again
+    # Attempts online that were killed: their rows have places in the run, and may be a part of the offline ones.
+    online = Left(place, own.parent, _is_left_online)
+    if online.attempts or online.is_open:
+        last = (online.directories or [directory])[-1]
+        _send_rows(place, online, last, datastore.description(last))
+    reader = vendor.Reader(place)
+    if not was_sent and reader.stored() is not None:
+        outbox.await_count(directory.parent, place.run_id, time.monotonic() + outbox.LATE_S)
+    if not was_sent and not _is_next(attempt, described, reader.stored()):
         from flyteplugins_tracking.trackers.wandb.live import LiveRun
 
         run = LiveRun([directory])
         run.finish([directory])
         return f"sent {run.rows} rows of run {place.run_id}"
-    # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
-    rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
+    rows = 0 if described is None else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
     if missing:
-        _send_rows(place, left, directory, described)
+        _send_rows(place, own, directory, described)
     attempt.remove_journals()
     files.send_rest(place, directory)
     if was_sent and not missing:
         return f"{directory} has nothing that is not sent yet"
     return f"sent {directory}: W&B has the {rows + missing} rows"
+
+
+def _is_next(attempt: AttemptOnDisk, described: Any, found: vendor.Stored | None) -> bool:
+    """Whether `wandb sync` can put all of an attempt behind what W&B has of its run.
+
+    It sends all rows of a file, has the run end as that did, and starts at the run's first row if the client was not
+    told to resume the run.
+    """
+    if outbox.starting_step(attempt.directory, of_live=True) is not None:
+        return False
+    if found is None or found.last_step < 0:
+        return True
+    times, last_at = attempt.logged_at(), found.last_at
+    was_begun = last_at in times and outbox.starting_step(attempt.directory) is not None
+    return was_begun or (described is not None and described.resume and (last_at is None or last_at < min(times)))
 
 
 def _sync(directory: Path, place: Place) -> int:
@@ -249,7 +300,8 @@ def _sync(directory: Path, place: Place) -> int:
         TrackerUnavailableError: W&B does not count them.
     """
     steps = [row.step for row in datastore.rows(directory)]
-    before = vendor.stored_run(place)
+    before = vendor.Reader(place).stored()
+    require_unwritten(before, directory.parent, place.run_id)
     if _was_sent(directory, steps, before):
         outbox.mark_synced(directory)
     wanted = len(steps) if outbox.is_synced(directory) or before is None else before.rows + len(steps)
@@ -281,11 +333,16 @@ def _run_sync(directory: Path, **variables: str) -> None:
     command = [sys.executable, "-c", _WANDB, "sync", *(["--yes"] if _is_sync_of_core() else []), str(directory)]
     with subprocess.Popen(command, env={**os.environ, **variables}) as process:  # noqa: S603 our own
         while process.poll() is None:
-            with suppress(OSError):  # by which the next `send` knows that rows may be late, if this one is killed
-                os.utime(directory.joinpath(*outbox.LOG))
+            _note_sending(directory)
             time.sleep(_POLL_S)
     if process.returncode:
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
+
+
+def _note_sending(directory: Path) -> None:
+    """Note that rows were sent just now, which W&B may count late."""
+    with suppress(OSError):
+        os.utime(directory.joinpath(*outbox.LOG))
 
 
 def _is_sync_of_core() -> bool:
@@ -309,13 +366,19 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any, close:
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
     found, exit_code, files = vendor.stored_run(place), left.exit_code, Files(left)
+    if close is None:
+        require_unwritten(found, left.parent, place.run_id)
+    left.compare(found)
+    later = LaterEnd.of(left.attempts, found) if left.attempts and close is None else None
     files.ask(found)
     # A run that nobody has ended may be continued by a job elsewhere.
     is_ended = found is not None and (found.state != "running" or exit_code is None)
     text = f"W&B has all of {directory}: run {place.run_id}"
     if close or found is None or not is_ended or files or any(True for _ in left.rows(found.last_step + 1)):
+        if later is not None:
+            exit_code = later.exit_code
         if exit_code is None:
-            exit_code = 1 if found is None else _STATES.get(found.state, 1)
+            exit_code = 1 if found is None else STATES.get(found.state, 1)
         own = directory.with_name(f"run-{time.strftime('%Y%m%d_%H%M%S')}-{place.run_id}")
         is_new = found is None and described is not None
         arguments = datastore.arguments_of(described) if is_new else {}
@@ -324,13 +387,65 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any, close:
             undo.callback(box.close)  # one that is open is not read
             files.send(run)
             count = box.send(left)
+            if later is not None:
+                later.restore(run)
         box.clear()
         with suppress(OSError):
             own.rmdir()
+        _note_sending(directory)
+        if later is not None:
+            later.path.unlink(missing_ok=True)
         text = f"sent {count} rows of run {place.run_id}"
     left.clear()
     files.require_sent(directory)
     return text
+
+
+def is_later(last_at: float | None, attempts: Iterable[AttemptOnDisk]) -> bool:
+    """Whether a row was logged after all of these attempts."""
+    times = set[float]().union(*(one.logged_at() for one in attempts))
+    return last_at is not None and last_at > max(times, default=last_at)
+
+
+class LaterEnd(NamedTuple):
+    """How a later attempt has left a run that gets rows of an earlier one: it is left so again.
+
+    It is in a file until all is sent: the run's state, config and summary change meanwhile.
+
+    Attributes:
+        path: The file, in the directory of the first of the earlier attempts.
+        exit_code: The status with which the run has ended.
+        config: Its config.
+        summary: Its summary, with the time of its last row.
+    """
+
+    path: Path
+    exit_code: int
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, attempts: Sequence[AttemptOnDisk], found: vendor.Stored | None) -> LaterEnd | None:
+        """Return it for attempts that are sent; None if one of them is the run's last one."""
+        path, times = attempts[0].directory / _LATER, set[float]().union(*(one.logged_at() for one in attempts))
+        values = json.loads(own_text(path, _LONGEST_LATER) or "null")
+        kept = None if values is None else cls(path, **values)
+        last_at = None if found is None else found.last_at
+        if found is not None and (last_at is None or last_at in times or any(one.is_open() for one in attempts)):
+            return kept
+        if found is None or not is_later(last_at, attempts):
+            return None
+        if kept is not None and kept.summary.get("_timestamp") == last_at:
+            return kept
+        made = cls(path, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
+        replace_whole(path, encode({name: value for name, value in made._asdict().items() if name != "path"}))
+        return made
+
+    def restore(self, run: Any) -> None:
+        """Give an open run its config and summary."""
+        run.config.update(self.config, allow_val_change=True)
+        vendor.forget(run, FAILURE_KEYS)
+        vendor.update_summary(run, self.summary)
 
 
 class Files:
@@ -365,7 +480,9 @@ class Files:
         self.ask(found)
         if found is not None and self:
             exit_code = datastore.exit_code(directory)
-            with _opened(place, {}, _STATES.get(found.state, 1) if exit_code is None else exit_code) as run:
+            if exit_code is None or is_later(found.last_at, [attempt_at(directory)]):
+                exit_code = STATES.get(found.state, 1)
+            with _opened(place, {}, exit_code) as run:
                 self.send(run)
         self.require_sent(directory)
 
@@ -414,9 +531,13 @@ class _Numbered:
         self._role, self._rows, self._files = roles.role_of(column), roles.NumberedRows(left, column), Files(left)
         self._found = vendor.stored_run(place)
         # The status with which the run is to end. Of a rank that comes after the run's end: that with which it has.
-        ended_with = None if self._found is None else _STATES.get(self._found.state)
-        self._is_late = bool(self._label) and ended_with is not None
-        self._exit_code = left.exit_code if not self._label else ended_with if self._role == OWNER else None
+        ended_with = None if self._found is None else STATES.get(self._found.state)
+        last_at = self._found.values("_timestamp", column)[-1:] if self._found and ended_with is not None else []
+        # Whether its run has gone on after it. Then it is left as that has left it.
+        self._is_past = any(is_later(at, left.attempts) for at in last_at)
+        self._is_late = ended_with is not None and (bool(self._label) or self._is_past)
+        is_ends = not self._label and not self._is_past
+        self._exit_code = left.exit_code if is_ends else ended_with if self._role == OWNER else None
 
     def send(self, together: Collection[Path]) -> str:
         """Send it, beside other directories, and return what W&B has now, in words.
@@ -482,6 +603,8 @@ class _Numbered:
         with self._opened(arguments, ends_run=is_open or not self._label) as run:
             self._files.send(run)
             outbox.log_again(run, type(run), self._lacking(), None, self._left.media)
+            if self._is_past and found is not None:
+                vendor.update_summary(run, found.plain_summary)
         self._require(set(self._numbers(self._rows.lacking())))
 
     def _end_again(self) -> None:

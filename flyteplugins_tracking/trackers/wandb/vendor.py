@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -704,6 +705,27 @@ class Stored(NamedTuple):
     config: Mapping[str, Any] = {}
     summary: Mapping[str, Any] = {}
     run: Any = None
+
+    @property
+    def last_at(self) -> float | None:
+        """When its last row was logged, in seconds since the epoch; None if it does not say."""
+        at = self.summary.get("_timestamp")
+        return float(at) if isinstance(at, (int, float)) else None
+
+    @property
+    def plain_summary(self) -> dict[str, Any]:
+        """The summary as values of JSON, without the client's own but the time of the last row."""
+        plain = json.loads(json.dumps(dict(self.summary), default=dict))
+        return {key: value for key, value in plain.items() if key[:1] != "_" or key == "_timestamp"}
+
+    def time_at(self, step: int) -> float | None:
+        """Return when the row at a step was logged; None if there is none."""
+        found = self.run.scan_history(keys=["_timestamp"], min_step=step, max_step=step + 1)
+        return next((row["_timestamp"] for row in found), None)
+
+    def times(self, since: int = 0) -> set[float]:
+        """Return when the rows from a step on were logged: that tells rows apart, whatever their steps are."""
+        return set(chain.from_iterable(self.values_backwards("_timestamp", since)))
 
     def values(self, column: str, *beside: str) -> list[Any]:
         """Return values of a column in the order of their steps: at most 500, with the last one.
