@@ -125,7 +125,7 @@ class ClientHandle(Handle):
         """Send the rows that are left, while the `end_limit` lasts. Then send the run's status if `ends_run`."""
 
     def end_limit(self) -> EndLimit:
-        """Return the limit of an end that begins now. It lasts while the service takes data, or until the SIGKILL."""
+        """Return the limit of an end that begins now: while data moves, and after SIGTERM as `kill_after_s` says."""
         limit = EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
         if self._barrier is not None:
             limit.on_move = self._barrier.tell_moving
