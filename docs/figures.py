@@ -145,7 +145,7 @@ ROWS = (
 # The benchmarks' goals, as a reader understands them.
 _AIMS = {
     "15 ms of CPU, 1 MiB; no process, thread, file or vendor": "15 ms, 1 MiB; none of these",
-    "20x less CPU": "20 times as much",
+    "20x less CPU": "20 times the first line, or more",
     "15 ms of CPU, standard library only": "15 ms",
     "1.03x": "at most 3 % slower",
     "1.0x": "no slower",

@@ -90,9 +90,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             with a run needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
             `role=` and the same `id`. One that is not listed may join too.
-        role: The role under which this job joins the run that a job with `roles=` owns. Its rows have `{role}/` before
-            their keys and steps of their own, its config is below that name, and its end does not end the run. It waits
-            `init_timeout_s` for the run, and never creates it. Only with run_mode="auto".
+        role: The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job
+            begin with `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end
+            the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with run_mode="auto".
         project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the planned one.
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.
@@ -106,13 +106,13 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             5xx, a full quota. "degrade": the run is logged to local files, and one warning names them. The next attempt
             that sees the files sends them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`.
             A missing key, a refusal and a role that finds no run are errors in both cases.
-        init_timeout_s: Seconds that opening the run may take, once its id is known. The wait for an id on which the
-            ranks agree comes before that, and may take 30 s more.
-        kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait)
-            and on Kubernetes (terminationGracePeriodSeconds). After SIGTERM, the run's end may take all but the last 5
-            of them, or half if there are fewer than 10. Without SIGTERM, the end lasts until the service has
-            everything: it gives up if nothing has moved for as long. The rank that ends a shared run waits as long for
-            ranks that still run, and a loop that calls `should_stop()` is not interrupted for as long after SIGTERM.
+        init_timeout_s: Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may
+            take 30 s more.
+        kill_after_s: Seconds between SIGTERM and SIGKILL. 30 is the default of torchrun, Slurm (KillWait) and
+            Kubernetes (terminationGracePeriodSeconds). After a SIGTERM, a loop that calls `should_stop()` and the run's
+            end have 25 of 30 seconds: all but the last 5, or half if there are fewer than 10. Without a SIGTERM, the
+            run's end lasts while the service takes data, and gives up when nothing has moved for 25 s. In a shared run,
+            the rank that ends it waits in the same way for the other ranks.
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which the run and the primary's log say
             where each rank is, and each rank's log has its stacks. Nothing is ended. None for never.
         pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the
@@ -122,8 +122,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
-        step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another
-            run, the column for steps that a job logs again when it has gone back to its checkpoint.
+        step_metric: The name of the column that has the `step=` of `log`, where the service cannot have it as the row's
+            own step: in a shared run, whose ranks share one step counter, and after a job has gone back to its
+            checkpoint.
         download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

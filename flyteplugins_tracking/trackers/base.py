@@ -63,10 +63,11 @@ class RunRequest(Record):
         sigterm: What is known of SIGTERM. The handle calls its methods: `ClientHandle` does.
         deadline: When the run must be open, in seconds of `time.monotonic`.
         ask_to_stop: Asks the function to leave its loop, on all ranks. To be called, from any thread, when a user stops
-            the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
-            not use `should_stop()`, or if the ranks do not agree.
-        earlier: The journals that `send` sends with this run. Empty in a job: there the handle looks on this disk.
-        follows: Whether other processes may still write them: `OutboxHandle.follow` sends what they write.
+            the run at the service. Its argument is called if the function does not use `should_stop()`, or if the ranks
+            do not agree.
+        earlier: The journals, files with kept rows, that `send` sends. Empty in a job: there the handle looks on this
+            disk.
+        follows: Whether other processes may still write these journals: so it is in `send --watch`.
     """
 
     plan: RunPlan
@@ -177,7 +178,7 @@ class Handle(Protocol):
         return
 
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002
-        """Remove what an earlier attempt has kept with `record_event`, as far as the service can. Called as that.
+        """Remove what an earlier attempt has kept with `record_event`, as far as the service can.
 
         Args:
             name: "failure", or of a role `roles/{role}/failure`: this attempt has succeeded.

@@ -81,9 +81,9 @@ class ClientHandle(Handle):
 
     Attributes:
         request: The decorator's request for this run.
-        ends_run: Whether `end` sends the run's status to the service. The primary rank does. Another rank does when its
-            rows are sent later and alone, to a service for which any attached rank makes the run active again.
-        vendors_keys: What keys of the config begin with that the client itself uses.
+        ends_run: Whether `end` sends the run's status to the service. It is True on the primary rank of the job that
+            owns the run, and in the command `send` for the last attempt of a run.
+        vendors_keys: How the keys of the config begin that the service's client sets itself.
     """
 
     vendors_keys: tuple[str, ...] = ()
@@ -122,17 +122,17 @@ class ClientHandle(Handle):
 
     @abstractmethod
     def end(self, exit_code: int) -> None:
-        """Send all rows while the `end_limit` lasts. Then send the run's status if `ends_run`."""
+        """Send the rows that are left, while the `end_limit` lasts. Then send the run's status if `ends_run`."""
 
     def end_limit(self) -> EndLimit:
-        """Return how long an end lasts that begins now: while the service takes data, or until `kill_after_s`."""
+        """Return the limit of an end that begins now: while data moves, and after SIGTERM as `kill_after_s` says."""
         limit = EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
         if self._barrier is not None:
             limit.on_move = self._barrier.tell_moving
         return limit
 
     def resume(self) -> None:
-        """Get ready for rows after an `end` that a signal has caused. When the function ends, `end` is called again."""
+        """Get ready for more rows: a signal has ended the run, and the function still logs. `end` is called again."""
 
     def log(self, data: Mapping[str, Any], step: Any = None, **kwargs: Any) -> None:
         """Log a row: the `log` of the run object. An outage of the service neither raises nor blocks.
@@ -147,7 +147,7 @@ class ClientHandle(Handle):
         self._path.log(data, write, lambda row: self._act_late(lambda: write(row)))
 
     def pass_on(self, action: Callable[[], object]) -> None:
-        """Call `action`, which writes to the run, unless the function has ended."""
+        """Call `action`, which writes to the run. If the function has ended, do not."""
         self._gate.call(action, lambda: self._act_late(action))
 
     def _act_late(self, action: Callable[[], object]) -> None:
@@ -166,17 +166,17 @@ class ClientHandle(Handle):
                 self._waiting.popleft()()
 
     def tell_end(self, exit_code: Any = None) -> None:
-        """Take a call of the function's that would end the run. A failure that the first tells is the run's own.
+        """Take a call that would end the run, as `finish(1)`. Its status is the run's if the function then returns.
 
-        It is so if the function returns.
+        The first call counts.
         """
         if self._told_status is None:
             self._told_status = exit_code if isinstance(exit_code, int) else 0
 
     def describe(self, call: str, given: Mapping[str, Any], placed: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the config of a call adds that would open a run, and returns this one: `trackio.init` for one.
+        """Return what the config of a call adds to the run. The call, as `trackio.init`, returns the open run.
 
-        Warn once about what has no effect: values that the decorator has set to others, and arguments that are not as
+        Warn once about what has no effect: values that the decorator has set to others, and arguments that differ from
         the run's, which are `placed`. The call of the primary rank describes the run.
         """
         config = self.request.config.config

@@ -44,10 +44,10 @@ from flyteplugins_tracking import (
     plan,
     tracking_init,
 )
-from flyteplugins_tracking._commands import doctor, send
+from flyteplugins_tracking._commands import doctor, run, send
 from flyteplugins_tracking._job.identity import from_launcher
 from flyteplugins_tracking._rank import launchers, topology
-from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -487,17 +487,27 @@ def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
 
 
 def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
-    page, shown = PAGES["docs/reference/commands"], ""
+    """The options of `run` are the arguments of `tracking_init`, which have a page: this one has those that it adds."""
+    page, shown = PAGES["docs/reference/commands"], dict[str, str]()
     for main, arguments in (
         (send.main, ["--help"]),
         (doctor.main, []),
+        (run.main, ["--help"]),
     ):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):
             main(arguments) if arguments else main()
-        shown += capsys.readouterr().out
-    options = {*re.findall(r"(--[a-z-]+)", shown)} - {"--help"}
-    assert options == {*re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)}
+        shown[main.__module__] = capsys.readouterr().out
+    options = {module: {*re.findall(r"(--[a-z-]+)", text)} - {"--help"} for module, text in shown.items()}
+    of_run = options.pop(run.__name__)
+    listed = {*re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)}
+    assert set().union(*options.values()) <= listed <= set().union(of_run, *options.values())
+    assert {f"--{name.replace('_', '-')}" for name in OWN_ARGUMENTS - {"secret", "download_logs"}} <= of_run
+    assert of_run - {f"--{name.replace('_', '-')}" for name in OWN_ARGUMENTS} == {
+        "--option",
+        "--nproc-per-node",
+        "--lr",
+    }
 
 
 def test_where_things_are_names_files_and_what_they_define():

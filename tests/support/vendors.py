@@ -62,7 +62,7 @@ _TESTS = {
 LATER = {
     "wandb": {
         "W&B's Stop button interrupts the rank that has the run, and no other": "0.26",
-        "of a run with roles, W&B may have the axes of the role alone that has written last": "0.31",
+        "in a run with roles, W&B may keep the axes of the last writer only": "0.31",
     },
     "mlflow": {
         "metrics of the system do not say which node they are of": "2.11",
