@@ -44,10 +44,10 @@ from flyteplugins_tracking import (
     plan,
     tracking_init,
 )
-from flyteplugins_tracking._commands import doctor, send
+from flyteplugins_tracking._commands import doctor, run, send
 from flyteplugins_tracking._job.identity import from_launcher
 from flyteplugins_tracking._rank import launchers, topology
-from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -487,17 +487,22 @@ def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
 
 
 def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
-    page, shown = PAGES["docs/reference/commands"], ""
+    """Of `run` it leaves out those that are arguments of `tracking_init`, but for those that are special."""
+    shown = {}
     for main, arguments in (
         (send.main, ["--help"]),
         (doctor.main, []),
+        (run.main, ["--help"]),
     ):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):
             main(arguments) if arguments else main()
-        shown += capsys.readouterr().out
-    options = {*re.findall(r"(--[a-z-]+)", shown)} - {"--help"}
-    assert options == {*re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)}
+        shown[main] = {*re.findall(r"(--[a-z-]+)", capsys.readouterr().out)} - {"--help"}
+    of_run = shown.pop(run.main) - {"--nproc-per-node", "--lr"}
+    arguments_of_run = {f"--{name.replace('_', '-')}" for name in OWN_ARGUMENTS}
+    options = {*re.findall(r"^\| `(--[a-z-]+)", PAGES["docs/reference/commands"], re.MULTILINE)}
+    assert set().union(*shown.values()) | (of_run - arguments_of_run) <= options
+    assert options <= set().union(*shown.values()) | of_run
 
 
 def test_where_things_are_names_files_and_what_they_define():
