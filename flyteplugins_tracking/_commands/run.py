@@ -6,11 +6,9 @@ A `wandb.init(...)` in the script, or in a framework that it uses, joins the run
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import functools
 import io
-import json
 import os
 import pkgutil
 import runpy
@@ -19,36 +17,19 @@ import threading
 from collections.abc import Callable
 from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from types import ModuleType
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
-from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking._commands.run_options import parsed
 from flyteplugins_tracking._util.threads import wait_as_at_exit
-from flyteplugins_tracking.decorator import tracking_run
-from flyteplugins_tracking.errors import ConfigError, TrackingError
-from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, IfUnavailable, TrackingConfig
+from flyteplugins_tracking.errors import TrackingError
 
-_EXAMPLE = "example: torchrun --nproc-per-node=8 -m flyteplugins_tracking run --project llm train.py --lr 1e-3"
 # What Python itself calls for `-m`, directories and zip files. Its names have an underscore, and do not change.
 _RUNPY: Any = runpy
 
 
 def main(arguments: list[str]) -> int:
     """Run the script, and return the exit status of the process if no exception ends it."""
-    parser = _parser()
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(f"there is no option {unknown[0]}; what only the tracker knows is an --option NAME=VALUE")
-    given = vars(parsed)
-    is_module, words = given.pop("is_module"), given.pop("words")
-    if words[:1] == ["--"]:
-        del words[0]
-    if not words:
-        parser.error("the following arguments are required: SCRIPT")
-    given.update(given.pop("option", ()))
-    try:
-        run = tracking_run(**given)
-    except ConfigError as error:
-        parser.error(str(error))
+    run, is_module, words = parsed(arguments)
     sys.argv = ["-m" if is_module else words[0], *words[1:]]
     start = (_module if is_module else _script)(words[0])
     has_begun = False
@@ -57,13 +38,13 @@ def main(arguments: list[str]) -> int:
             has_begun = True
             _call(start)
     except BaseException as error:
-        if has_begun:
-            sys.excepthook = lambda *_: None  # it has been shown
-            if isinstance(error, SystemExit):
-                return error.code if isinstance(error.code, int) else int(error.code is not None)
-        elif isinstance(error, TrackingError):
-            sys.stderr.write(f"{parser.prog}: {error}\n")
+        if isinstance(error, TrackingError) and not has_begun:
+            sys.stderr.write(f"flyteplugins-tracking run: {error}\n")
             return 1
+        if isinstance(error, SystemExit):  # its text has been shown
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error is getattr(sys, "last_value", None):
+            sys.excepthook = lambda *_: None  # it has been shown
         raise
     return 0
 
@@ -166,64 +147,3 @@ def _new_main() -> ModuleType:
 def _is_safe() -> bool:
     """Whether Python has put no directory of the script before the others: `python -P`, or `-I`."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))  # Python 3.10 has only `-I`
-
-
-# The options
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    """Return the name and the value of an option's NAME=VALUE. The value is read as JSON if it is JSON."""
-    name, is_pair, value = text.partition("=")
-    if not (name and is_pair):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-class _Pairs(argparse.Action):
-    """Collects all NAME=VALUE of an option in a mapping."""
-
-    def __call__(self, _: object, given: argparse.Namespace, value: Any, __: object = None) -> None:
-        setattr(given, self.dest, {**getattr(given, self.dest, {}), value[0]: value[1]})
-
-
-_PAIRS: dict[str, Any] = {"type": _pair, "action": _Pairs, "metavar": "NAME=VALUE"}
-# How an option becomes an argument of `tracking_run`, by the name or else by the type of the argument's field.
-# None: it has no option.
-_OPTIONS: dict[str, dict[str, Any] | None] = {
-    "tracker": {},
-    "config": {**_PAIRS, "help": "a value of the run's config; may be repeated"},
-    "secret": None,  # everybody sees the command line of a process
-    "download_logs": None,  # of a Flyte task
-    "RunMode": {"choices": RUN_MODES},
-    "RankScope": {"choices": RANK_SCOPES},
-    "IfUnavailable": {"choices": get_args(IfUnavailable)},
-    "PrimaryRank": {"type": int, "metavar": "RANK"},
-    "bool": {"action": "store_true"},
-    "str": {},
-    "str | None": {},
-    "float": {"type": float, "metavar": "SECONDS"},
-    "float | None": {"type": float, "metavar": "SECONDS"},
-    "Sequence[str] | None": {"action": "append", "help": "may be repeated"},
-}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "flyteplugins-tracking run",
-        usage="%(prog)s [OPTIONS] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
-        description="Run a script inside of a run. The options are the arguments of tracking_init.",
-        epilog=_EXAMPLE,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for name in sorted(OWN_ARGUMENTS):
-        option = _OPTIONS[name if name in _OPTIONS else TrackingConfig.__annotations__[name]]
-        if option is not None:
-            parser.add_argument(f"--{name.replace('_', '-')}", **option)
-    parser.add_argument("--option", **_PAIRS, help="an argument of the tracker, as entity=team; may be repeated")
-    parser.add_argument("-m", dest="is_module", action="store_true", default=False, help="SCRIPT is a module")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help="SCRIPT and its arguments")
-    return parser
