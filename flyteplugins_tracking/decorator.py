@@ -102,10 +102,10 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             or, for W&B, the path of a file. Values that JSON cannot hold are shown as text.
         secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read on the ranks that
             open a run.
-        if_unavailable: What happens if the service is away at the start: no network, no answer in time, HTTP 429 or
-            5xx, a full quota. "degrade": the run is logged to local files, and one warning names them. The next attempt
-            that sees the files sends them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`.
-            A missing key, a refusal and a role that finds no run are errors in both cases.
+        if_unavailable: What happens if the service is away at the start: no network, no answer in time, HTTP 402 (a
+            full quota), 408, 425, 429 or 5xx. "degrade": the run is logged to local files, and one warning names them.
+            The next attempt that sees the files sends them, or `flyteplugins-tracking send` does. "raise": a
+            `TrackerUnavailableError`. A missing key, a refusal and a role that finds no run are errors in both cases.
         init_timeout_s: Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may
             take 30 s more.
         kill_after_s: Seconds between SIGTERM and SIGKILL. 30 is the default of torchrun, Slurm (KillWait) and

@@ -144,10 +144,10 @@ class TrackingConfig(Record):
     that open a run."""
 
     if_unavailable: IfUnavailable = "degrade"
-    """What happens if the service is away at the start: no network, no answer in time, HTTP 429 or 5xx, a full quota.
-    "degrade": the run is logged to local files, and one warning names them. The next attempt that sees the files sends
-    them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`. A missing key, a refusal and a
-    role that finds no run are errors in both cases."""
+    """What happens if the service is away at the start: no network, no answer in time, HTTP 402 (a full quota), 408,
+    425, 429 or 5xx. "degrade": the run is logged to local files, and one warning names them. The next attempt that sees
+    the files sends them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`. A missing key, a
+    refusal and a role that finds no run are errors in both cases."""
 
     init_timeout_s: float = 30.0
     """Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may take 30 s more."""
