@@ -32,11 +32,11 @@ demo: $(FOR_DEMO)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full and not wide"
 
-# Everything. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=first does once for each program.
+# Every promise. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=first does once for each program.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not wide"
 
-# What is left out there: the other pairs of a script and a fault, of a tracker and a restart, and the like. Before a release.
+# What is left out there: the other pairs of a script and a fault, of a tracker and a restart, and repetitions. Before a release.
 test-wide: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not slurm"
 

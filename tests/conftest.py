@@ -26,10 +26,14 @@ hypothesis.settings.load_profile("tests")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is marked as crossed, keep to `make test-wide` what is not the first value of two arguments."""
+    first: dict[object, dict[str, object]] = {}
     for item in items:
-        indices = item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if item.get_closest_marker("crossed") and sum(index > 0 for index in indices.values()) > 1:
-            item.add_marker("wide")
+        if item.get_closest_marker("crossed") and isinstance(item, pytest.Function):
+            # `callspec.indices` counts the cases of a test, and not the values of its argument.
+            values = item.callspec.params
+            of_first = first.setdefault(item.function, values)
+            if sum(value != of_first[name] for name, value in values.items()) > 1:
+                item.add_marker("wide")
 
 
 @pytest.fixture(autouse=True)

@@ -37,13 +37,13 @@ def python(how: str) -> list[str]:
     ("how", "package", "launcher"),
     [
         ("debug", "accelerate", "process_group"),
-        ("debug_accelerator", "accelerate", "process_group"),
+        pytest.param("debug_accelerator", "accelerate", "process_group", marks=pytest.mark.wide),
         ("notebook", "accelerate", "torchelastic"),
-        ("fabric", "lightning", "lightning"),
+        pytest.param("fabric", "lightning", "lightning", marks=pytest.mark.wide),
         ("spark", "pyspark", "torchelastic"),
         ("spark_driver", "pyspark", "torchelastic"),
         ("spawn", "torch", "env"),
-        ("spawn_rank", "torch", "env_rank"),
+        pytest.param("spawn_rank", "torch", "env_rank", marks=pytest.mark.wide),
     ],
 )
 def test_rank_0_of_the_engine_alone_has_the_run(tmp_path, how, package, launcher):

@@ -76,7 +76,14 @@ def test_a_job_that_goes_back_keeps_all_rows_with_one_warning(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("late", [(3.0, 0.0), (0.0, 3.0), (3.0, 3.0)], ids=["count", "last row", "both"])
+@pytest.mark.parametrize(
+    "late",
+    [
+        pytest.param((3.0, 0.0), marks=pytest.mark.wide, id="count"),
+        pytest.param((0.0, 3.0), marks=pytest.mark.wide, id="last row"),
+        pytest.param((3.0, 3.0), id="both"),
+    ],
+)
 def test_a_service_that_counts_late_loses_no_row_of_a_job_that_is_started_again(tmp_path, late):
     settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 20}
     with WandbServer(late=late) as server:
@@ -108,7 +115,11 @@ _moments = random.Random(18)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the process", "all processes"])
+@pytest.mark.parametrize(
+    "kill",
+    [kill_process, pytest.param(kill_with_children, marks=pytest.mark.wide)],
+    ids=["the process", "all processes"],
+)
 def test_every_row_arrives_once_if_the_job_is_killed_while_its_run_ends(tmp_path, kill):
     settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 200}
     with job(tmp_path) as started:
@@ -121,7 +132,11 @@ def test_every_row_arrives_once_if_the_job_is_killed_while_its_run_ends(tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the process", "all processes"])
+@pytest.mark.parametrize(
+    "kill",
+    [pytest.param(kill_process, marks=pytest.mark.wide), kill_with_children],
+    ids=["the process", "all processes"],
+)
 def test_a_tail_is_sent_once_if_the_job_is_killed_again_and_again_while_it_sends_it(tmp_path, kill):
     settings = {"tracking": {"id": jobs.RUN_ID}}
     with job(tmp_path) as started:
@@ -150,7 +165,15 @@ def test_a_send_that_is_killed_again_and_again_sends_each_row_once(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kills", "with_step"), [(0, False), (2, False), (0, True), (2, True)])
+@pytest.mark.parametrize(
+    ("kills", "with_step"),
+    [
+        pytest.param(0, False, marks=pytest.mark.wide),
+        pytest.param(2, False, marks=pytest.mark.wide),
+        pytest.param(0, True, marks=pytest.mark.wide),
+        (2, True),
+    ],
+)
 def test_rows_of_attempts_that_were_logged_offline_follow_when_the_service_is_back(tmp_path, kills, with_step):
     """Online, offline, offline and killed, online again: and that is killed too."""
     tracking = {"id": jobs.RUN_ID, "if_unavailable": "degrade", "init_timeout_s": 2}
@@ -223,7 +246,7 @@ def assert_each_writers_order(rows: list[dict[str, object]]) -> None:
         assert numbers == list(range(len(numbers)))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_the_ranks_of_a_node_have_left_is_sent_once_while_they_log(tmp_path):
     """Their wandb-cores are slow."""
     settings = {"tracking": {"id": jobs.RUN_ID, "run_mode": "shared"}, "rows": TAIL, "step_s": 0.001}
@@ -279,7 +302,11 @@ def start_nodes(started, count, settings):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("run_mode", "with_step"),
-    [pytest.param("auto", False, marks=pytest.mark.wide), ("auto", True), ("shared", False)],
+    [
+        pytest.param("auto", False, marks=pytest.mark.wide),
+        ("auto", True),
+        pytest.param("shared", False, marks=pytest.mark.wide),
+    ],
     ids=["auto", "steps", "shared"],
 )
 def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path, run_mode, with_step):
@@ -312,7 +339,7 @@ def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.wide)])
 def test_every_row_of_every_rank_arrives_once_whichever_process_of_a_shared_run_is_killed(tmp_path, mode):
     """First a rank or a wandb-core, and a moment later all the others. Offline, one command sends what is left."""
     random_moments, env = random.Random(18), {**PROMPT, "WANDB_MODE": mode}
@@ -342,8 +369,15 @@ def test_every_row_of_every_rank_arrives_once_whichever_process_of_a_shared_run_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("run_mode", ["shared", "auto"])
-@pytest.mark.parametrize("when", ["it starts", "it opens the run"])
+@pytest.mark.parametrize(
+    ("when", "run_mode"),
+    [
+        ("it starts", "shared"),
+        pytest.param("it starts", "auto", marks=pytest.mark.wide),
+        pytest.param("it opens the run", "shared", marks=pytest.mark.wide),
+        ("it opens the run", "auto"),
+    ],
+)
 def test_wandb_cores_that_die_while_a_run_ends_cost_no_row(tmp_path, run_mode, when):
     """Four of them. The rows arrive, or one command is printed that sends all of them."""
     settings = {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}, "rows": 7}

@@ -17,6 +17,7 @@ from support.harness import Job, Outcome, ends, job, python, torchrun
 from support.kills import journals_left, kill_process, kill_with_children, moments
 
 OFFLINE = {"WANDB_MODE": "offline"}
+SYNC = "wandb sync after another attempt"
 SETTINGS: dict[str, Any] = {"tracking": {"id": jobs.RUN_ID}}
 _moments = random.Random(28)
 
@@ -53,11 +54,14 @@ def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kill",
-    [kill_with_children, pytest.param(kill_process, marks=pytest.mark.full)],
-    ids=["all processes", "the process"],
+    ("by", "kill"),
+    [
+        pytest.param("send", kill_with_children, id="send-all processes"),
+        pytest.param("send", kill_process, marks=pytest.mark.wide, id="send-the process"),
+        pytest.param(SYNC, kill_with_children, marks=pytest.mark.wide, id=f"{SYNC}-all processes"),
+        pytest.param(SYNC, kill_process, marks=pytest.mark.full, id=f"{SYNC}-the process"),
+    ],
 )
-@pytest.mark.parametrize("by", ["send", pytest.param("wandb sync after another attempt", marks=pytest.mark.full)])
 def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, by):
     """With another attempt, `wandb sync` sends all rows too: that attempt has completed the files."""
     with job(tmp_path) as started:
@@ -137,7 +141,7 @@ def test_rows_that_wandb_sync_could_not_know_are_sent_behind_the_others(tmp_path
     assert not journals_left(tmp_path)
 
 
-@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.wide)])
 def test_rows_of_a_shared_run_whose_writer_is_killed_arrive_once(tmp_path, restarts):
     """What the other rank has logged after that is in its journal only."""
     settings = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}, "rows": 20}

@@ -15,7 +15,9 @@ from faults.matrix import CASES, down_to_the_end
 # If a signal comes as torch's agent enters the wrapper that measures its calls, before the wrapper notes the time, the
 # agent itself fails and sends SIGTERM instead of the signal: another fault than the one that is tested.
 AGENT_FAILED = "cannot access local variable 'start' where it is not associated with a value"
-PARAMETERS = [pytest.param(case, id=case.fault, marks=[pytest.mark.full] if case.is_full else []) for case in CASES]
+PARAMETERS = [
+    pytest.param(case, id=case.fault, marks=getattr(pytest.mark, case.tier) if case.tier else ()) for case in CASES
+]
 
 
 @pytest.mark.parametrize("case", PARAMETERS)

@@ -23,8 +23,6 @@ from support.kills import Kill, journals_left, kill_process, kill_with_children,
 from support.loopback import Fault
 from support.waiting import wait_until
 
-# How often a job of these trackers is tried.
-TIERS = {"pluto": "full", "mlflow": "wide"}
 _moments = random.Random(45)
 
 
@@ -36,10 +34,15 @@ class Cluster:
         self.started: list[jobs.Process] = []
         self.resends = False  # whether a killed watcher may have sent what it has not noted
 
+    @property
+    def missing(self) -> dict[str, str]:
+        """The variables of a job that does not reach the service."""
+        return {**self.backend.missing(self.directory), "IF_UNAVAILABLE": "degrade", "INIT_TIMEOUT_S": "5"}
+
     def start_job(self, env: Mapping[str, str] | None = None) -> jobs.Process:
         """Start an attempt, and return when it has logged its first row."""
-        missing = {**self.backend.missing(self.directory), "IF_UNAVAILABLE": "degrade"}
-        away = {**self.backend.environment(), "WANDB_MODE": "offline"} if self.backend.name == "wandb" else missing
+        offline = {**self.backend.environment(), "WANDB_MODE": "offline"}
+        away = offline if self.backend.name == "wandb" else self.missing
         command = [sys.executable, str(jobs.PROGRAMS / "killed_training.py"), self.backend.name, "p"]
         process = jobs.start(command, self.directory, {**away, **(env or {})})
         self.started.append(process)
@@ -147,7 +150,7 @@ def test_a_wandb_run_without_network_is_live_and_has_its_true_state(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tracker", ["trackio", *(pytest.param(one, marks=getattr(pytest.mark, tier)) for one, tier in TIERS.items())]
+    "tracker", ["trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("pluto", "mlflow"))]
 )
 def test_runs_of_other_trackers_are_live_too(tmp_path, tracker):
     with cluster(tmp_path, tracker) as here:
@@ -185,7 +188,7 @@ def killed_again_and_again(count: int, start: Callable[[], jobs.Process], rest_s
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "tracker", ["wandb", "trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "pluto"))]
+    "tracker", ["wandb", *(pytest.param(one, marks=pytest.mark.wide) for one in ("trackio", "mlflow", "pluto"))]
 )
 def test_every_row_arrives_once_whenever_the_job_or_the_watcher_is_killed(tmp_path, tracker):
     with cluster(tmp_path, tracker) as here:
@@ -208,7 +211,7 @@ def test_every_row_arrives_once_whenever_the_job_or_the_watcher_is_killed(tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tracker", ["wandb", "trackio"])
+@pytest.mark.parametrize("tracker", ["wandb", pytest.param("trackio", marks=pytest.mark.wide)])
 def test_an_attempt_that_still_ends_when_the_next_one_has_begun_on_another_node_loses_nothing(tmp_path, tracker):
     node = tmp_path / "node"
     node.mkdir(0o700)
@@ -246,9 +249,14 @@ def test_a_wandb_core_that_dies_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tracker", ["pluto", *(pytest.param(one, marks=pytest.mark.full) for one in ("mlflow", "trackio"))]
+    ("options", "tracker"),
+    [
+        ((), "pluto"),
+        pytest.param(("--watch", "--until-done"), "trackio", marks=pytest.mark.full),
+        *(pytest.param((), one, marks=pytest.mark.wide) for one in ("mlflow", "trackio")),
+        *(pytest.param(("--watch", "--until-done"), one, marks=pytest.mark.wide) for one in ("mlflow", "pluto")),
+    ],
 )
-@pytest.mark.parametrize("options", [(), pytest.param(("--watch", "--until-done"), marks=pytest.mark.full)])
 def test_attempts_that_have_ended_before_are_sent_one_behind_the_other(tmp_path, tracker, options):
     with cluster(tmp_path, tracker) as here:
         (here.directory / "stop").touch()
@@ -263,8 +271,7 @@ def test_attempts_that_have_ended_before_are_sent_one_behind_the_other(tmp_path,
 @pytest.mark.full
 def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_path):
     with cluster(tmp_path, "wandb") as here:
-        away = {**here.backend.missing(here.directory), "IF_UNAVAILABLE": "degrade"}
-        attempt, watcher = here.start_job({**away, "WANDB_MODE": "online"}), here.watch()
+        attempt, watcher = here.start_job({**here.missing, "WANDB_MODE": "online"}), here.watch()
         here.wait_for_more_rows(watcher)
         end(attempt)
         attempt = here.start_job({**here.backend.environment(), "IF_UNAVAILABLE": "raise"})
@@ -294,7 +301,7 @@ def test_rows_of_a_long_outage_arrive_once(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("is_killed", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
     settings = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}}
     command = [sys.executable, "-m", "flyteplugins_tracking", "send", "--watch", "--until-done", "--interval", "0.2"]

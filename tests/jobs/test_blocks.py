@@ -212,8 +212,25 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("text", 1), ("code", 7), ("none", 0)])
-@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"]], ids=["script", "module"])
+CODES = {"raise": 1, "text": 1, "code": 7, "none": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "code"),
+    [
+        *(pytest.param(["train.py"], end, code, id=f"script-{end}-{code}") for end, code in CODES.items()),
+        *(
+            pytest.param(
+                ["-m", "train"],
+                end,
+                code,
+                id=f"module-{end}-{code}",
+                marks=() if end == "code" else pytest.mark.wide,
+            )
+            for end, code in CODES.items()
+        ),
+    ],
+)
 def test_a_script_runs_under_the_command_as_without_it(tmp_path: Path, words: list[str], end: str, code: int) -> None:
     done = {}
     for name, before in (("plain", []), ("under", ["-m", "flyteplugins_tracking", "run", "--project", "ours"])):

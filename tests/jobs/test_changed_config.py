@@ -40,12 +40,12 @@ ALL = [
     "wandb auto",
     pytest.param("wandb shared", marks=pytest.mark.full),
     "wandb twice",
-    pytest.param("mlflow auto", marks=pytest.mark.full),
+    pytest.param("mlflow auto", marks=pytest.mark.wide),
     "mlflow twice",
     "trackio auto",
-    pytest.param("trackio twice", marks=pytest.mark.full),
+    pytest.param("trackio twice", marks=pytest.mark.wide),
     "pluto auto",
-    pytest.param("pluto twice", marks=pytest.mark.full),
+    pytest.param("pluto twice", marks=pytest.mark.wide),
 ]
 
 

@@ -26,7 +26,7 @@ def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0
 @pytest.mark.parametrize(
     ("how", "parent"),
     [
-        pytest.param("fork", "plain", marks=pytest.mark.full),
+        pytest.param("fork", "plain", marks=pytest.mark.wide),
         pytest.param("fork", "tracked", marks=pytest.mark.full),
         ("spawn", "plain"),
         pytest.param("forkserver", "plain", marks=pytest.mark.full),
@@ -43,7 +43,7 @@ def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.wide)])
 def test_trials_of_the_ranks_of_mpirun(tmp_path: Path, how: str) -> None:
     assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, how, "plain"], tmp_path), ranks=2)
 
@@ -85,7 +85,13 @@ def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path, lau
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wrapper", [["bash", "-c", '"$0" "$@"; exit $?'], ["timeout", "100"], ["nice"]])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        ["bash", "-c", '"$0" "$@"; exit $?'],
+        *(pytest.param(words, marks=pytest.mark.wide) for words in (["timeout", "100"], ["nice"])),
+    ],
+)
 def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path, wrapper: list[str]) -> None:
     """What Slurm, a debugger or a shell script start in between has the rank's variables too."""
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--no-python"), *wrapper, sys.executable]

@@ -34,9 +34,10 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield running
 
 
-def default_for(*names: str) -> pytest.MarkDecorator:
-    """A test of all trackers, which the default tier runs with these."""
-    params = [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in BACKENDS]
+def default_for(*names: str, full: tuple[str, ...] = tuple(BACKENDS)) -> pytest.MarkDecorator:
+    """A test of all trackers, which the default tier runs with these, and `make test-all` with those of `full`."""
+    left = {name: pytest.mark.full if name in full else pytest.mark.wide for name in BACKENDS if name not in names}
+    params = [pytest.param(name, marks=left.get(name, ())) for name in BACKENDS]
     return pytest.mark.parametrize("backend", params, indirect=True, scope="module")
 
 
@@ -162,7 +163,7 @@ def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope
         assert runs[run_id].config["tracking_init"]["world_size"] == RANKS
 
 
-@default_for("mlflow")
+@default_for("mlflow", full=("wandb",))
 def test_the_last_rank_can_be_the_primary(backend, tmp_path):
     job = Job(backend, tmp_path, "last rank")
     done = job.ended()
@@ -204,7 +205,7 @@ def test_a_restart_continues_the_run(backend, tmp_path, primary):
     assert ("1", "False") not in said, said
 
 
-@default_for("wandb")
+@default_for("wandb", full=("pluto",))
 def test_the_pulse_and_the_load_of_all_nodes_join_the_rows_of_the_function(backend, tmp_path):
     job = Job(backend, tmp_path, "pulse", nodes=2)
     done = job.ended()
@@ -266,7 +267,7 @@ def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
     assert (run.status, run.ends or 1) == ("failed", 1), done.output  # of that rank, and not preempted
 
 
-@default_for("jsonl")
+@default_for("jsonl", full=("wandb", "trackio"))
 def test_an_absent_service_raises_or_the_run_is_logged_to_files(backend, tmp_path):
     job = Job(backend, tmp_path, "missing")
     done = job.ended()

@@ -154,11 +154,11 @@ ONE_NODE = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interv
         ("sys.exit 0", "auto", (0, None, None)),
         ("handled", "auto", (0, None, None)),
         pytest.param("lingering", "auto", (1, 1, "ValueError"), marks=pytest.mark.full),
-        pytest.param("base", "auto", (1, 1, "Stop"), marks=pytest.mark.full),
+        pytest.param("base", "auto", (1, 1, "Stop"), marks=pytest.mark.wide),
         pytest.param("sys.exit 7", "shared", (7, 1, "SystemExit"), marks=pytest.mark.full),
-        pytest.param("exit 7", "auto", (7, 1, "exit"), marks=pytest.mark.full),
+        pytest.param("exit 7", "auto", (7, 1, "exit"), marks=pytest.mark.wide),
         pytest.param("kill", "auto", (137, 1, "SIGKILL"), marks=pytest.mark.full),
-        pytest.param("raise", "new", (0, None, None), marks=pytest.mark.full),
+        pytest.param("raise", "new", (0, None, None), marks=pytest.mark.wide),
     ],
 )
 def test_a_primary_that_returns_after_another_rank_has_failed_has_the_jobs_failure(tmp_path, how, run_mode, expected):

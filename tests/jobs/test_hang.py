@@ -25,7 +25,7 @@ def hang(directory: Path, how: str) -> jobs.Done:
     [
         pytest.param("sleeps", r"at hanging_ranks.py:\d+ next_batch", marks=pytest.mark.full),
         ("holds the GIL", "does not answer"),
-        pytest.param("is stopped", "does not answer", marks=pytest.mark.full),
+        pytest.param("is stopped", "does not answer", marks=pytest.mark.wide),
     ],
 )
 def test_the_run_and_the_log_say_once_where_the_ranks_are(tmp_path, how, rank_1):

@@ -161,7 +161,7 @@ def is_about_to_be_made(server: WandbServer, fault: Fault) -> bool:
     ("run_mode", "sent", "status", "exit_code"),
     [
         ("auto", signal.SIGTERM, 143, 143),
-        pytest.param("shared", signal.SIGTERM, 143, 143, marks=pytest.mark.full),
+        pytest.param("shared", signal.SIGTERM, 143, 143, marks=pytest.mark.wide),
         pytest.param("new", signal.SIGTERM, 143, 143, marks=pytest.mark.wide),
         pytest.param("auto", signal.SIGINT, -2, 130, marks=pytest.mark.wide),
     ],

@@ -136,7 +136,7 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("run_mode", ["auto", "shared"])
+@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "shared"])
 def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_mode):
     """A second node comes, and has the last rank. Then it dies, and the first node goes on alone."""
     tracking = {"run_mode": run_mode, "primary_rank": -1}
@@ -174,7 +174,7 @@ def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
         assert (set(found.exit_codes), found.runs) == ({143}, 1)
 
 
-@pytest.mark.full
+@pytest.mark.wide  # `test_shared.py` has one with the first rank
 def test_a_restart_resumes_the_shared_run_on_every_rank(tmp_path):
     with WandbServer() as server:
         options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]

@@ -183,7 +183,14 @@ def restarts(job: str) -> dict[str, Restart]:
     }
 
 
-KINDS = sorted(restarts("any"))
+# The first one, which all trackers have in `make test-all`, has the fewest processes.
+KINDS = sorted(restarts("any"), key=lambda kind: (kind != "a new process with run_file", kind))
+
+
+def tier_of(kind: str) -> pytest.MarkDecorator | tuple[()]:
+    if kind == "torchrun in a batch job, a requeue, a run for each rank":  # another kind has a run for each rank too
+        return pytest.mark.wide
+    return () if "requeue" in kind or "run_file" in kind else pytest.mark.full
 
 
 @pytest.fixture(
@@ -228,7 +235,7 @@ def job(backend: Backend, tmp_path: Path) -> Job:
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=() if "requeue" in one or "run_file" in one else pytest.mark.full) for one in KINDS],
+    [pytest.param(one, marks=tier_of(one)) for one in KINDS],
 )
 def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) -> None:
     restart = restarts(f"j{secrets.token_hex(4)}")[kind]
@@ -252,6 +259,7 @@ def file_of(run_file: str) -> dict[str, Any]:
 
 
 SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
+    "two trainings with one run_file": lambda _: [(Attempt(), file_of("run.json"))] * 2,
     "two starts of torchrun in a batch script": lambda job: [
         (Attempt([in_slurm(job, 0)], ["sh", "-c", '"$@" && "$@" && exit', "batch.sh", *torchrun()]), {})
     ],
@@ -268,7 +276,6 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
     "two managed jobs of SkyPilot with one name": lambda job: [
         (Attempt([managed("33", f"{job}{n}")], torchrun()), {}) for n in range(2)
     ],
-    "two trainings with one run_file": lambda _: [(Attempt(), file_of("run.json"))] * 2,
     "two files": lambda _: [(Attempt(settings=KILLED, succeeds=False), file_of(f"{n}.json")) for n in range(2)],
     "two projects with one run_file": lambda _: [
         (Attempt(settings=KILLED, succeeds=False), {**file_of("run.json"), "notes": "a"}),
@@ -292,9 +299,9 @@ def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None
     [
         ("{", "run_file=.*/run.json cannot be read: .* This is a new run"),
         ('{"trackio": {"base_id": "../x", "project": null, "server": null, "has_ended": false}}', "cannot be read"),
-        ('{"trackio": {"base_id": 3}}', "cannot be read"),
-        ("[1]", "cannot be read"),
-        ("x" * (1 << 21), "cannot be read"),
+        pytest.param('{"trackio": {"base_id": 3}}', "cannot be read", marks=pytest.mark.wide),
+        pytest.param("[1]", "cannot be read", marks=pytest.mark.wide),
+        pytest.param("x" * (1 << 21), "cannot be read", marks=pytest.mark.wide),
         ('{"trackio": {"base_id": "x", "project": "p", "server": null, "has_ended": false}}', "is of another place"),
     ],
 )
@@ -400,6 +407,12 @@ def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> Non
     assert len(job.points) == 2
 
 
+@pytest.mark.parametrize(
+    "backend",
+    ["wandb", "trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "pluto"))],
+    indirect=True,
+    scope="module",
+)
 def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     """Each node has its own working directory, and so a file of its own."""
     for number, settings in enumerate((KILLED, {})):

@@ -28,9 +28,9 @@ ROLES = ["rollout-0", "rollout-1"]
 TRACKERS = ["wandb", "mlflow", "trackio", "pluto"]
 
 
-def default_for(*names: str) -> pytest.MarkDecorator:
-    """A test of all trackers, which the default tier runs with these."""
-    params = [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in TRACKERS]
+def default_for(*names: str, others: str = "full") -> pytest.MarkDecorator:
+    """A test of all trackers, which the default tier runs with these; `make test-wide` has the others, if so marked."""
+    params = [pytest.param(name, marks=() if name in names else getattr(pytest.mark, others)) for name in TRACKERS]
     return pytest.mark.parametrize("backend", params, indirect=True)
 
 
@@ -45,7 +45,7 @@ def job(backend, tmp_path):
     return Roles(backend, tmp_path)
 
 
-@default_for("wandb", "trackio")
+@default_for("wandb", "trackio", others="wide")
 def test_a_job_of_jobs_has_one_run(job):
     """One role starts first, one is killed and started again, and an evaluation comes after the owner's end."""
     early = job.start("rollout-1", rows=100, arguments={"config": {"temperature": 1}})
@@ -113,7 +113,7 @@ def test_a_role_is_one_writer_with_its_own_steps_config_and_reports(of_wandb):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("replaces", [False, True], ids=["merged", "replaced"])
+@pytest.mark.parametrize("replaces", [pytest.param(False, marks=pytest.mark.wide), True], ids=["merged", "replaced"])
 def test_axes_and_configs_of_all_roles_hold_whoever_writes_last(tmp_path, replaces):
     """The recording server keeps the definitions of the last writer only."""
     with WandbServer(replaces=replaces) as server:
@@ -175,7 +175,7 @@ def test_offline_jobs_are_sent_together(of_wandb):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("roles", [ROLES, None], ids=["an owner", "a plain job"])
+@pytest.mark.parametrize("roles", [ROLES, pytest.param(None, marks=pytest.mark.wide)], ids=["an owner", "a plain job"])
 def test_the_nodes_of_a_job_that_was_offline_are_sent_together(of_wandb, roles):
     """The run is described and ended by the primary, which opens it last here."""
     job, nodes = of_wandb, []
@@ -199,7 +199,7 @@ def test_the_nodes_of_a_job_that_was_offline_are_sent_together(of_wandb, roles):
     assert roles is None or job.stored.ends == 1
 
 
-@default_for("wandb")
+@default_for("wandb", "trackio", others="wide")
 def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     """A role without its run, a role and an owner in a run with one writer, and a plain job in a run with roles."""
     missing = job.run("rollout-0", arguments={"init_timeout_s": 2})
@@ -246,7 +246,7 @@ def test_a_role_of_trackio_reads_and_keeps_the_config_that_it_sets(job):
     assert job.stored.status == "finished"
 
 
-@default_for("trackio")
+@default_for("wandb", "trackio", others="wide")
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
     assert done.returncode == 0
@@ -271,7 +271,7 @@ def test_params_and_tags_of_a_role_are_its_own(job):
     assert job.run("rollout-1", rows=1).returncode == 0
 
 
-@default_for("trackio")
+@default_for("wandb", "trackio", others="wide")
 def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.run(roles=ROLES, rows=3).returncode == 0
     before = job.stored
@@ -605,7 +605,7 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
-@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)], indirect=True)
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -618,7 +618,7 @@ def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
 
 
 @pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.full)], indirect=True)
-@pytest.mark.parametrize("status", [401, pytest.param(403, marks=pytest.mark.full)])
+@pytest.mark.parametrize("status", [401, pytest.param(403, marks=pytest.mark.wide)])
 def test_a_refusal_is_told_to_a_role_at_once(job, status):
     assert job.run(roles=ROLES, rows=1).returncode == 0
     with job.server.failing(Fault.status(status)) as fault:
@@ -631,7 +631,7 @@ def test_a_refusal_is_told_to_a_role_at_once(job, status):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["wandb", "pluto"], indirect=True)
+@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)], indirect=True)
 def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
     missing = job.run("rollout-0", arguments={"init_timeout_s": 15})
     assert missing.returncode == 1

@@ -51,11 +51,11 @@ def sequences(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
 @pytest.mark.parametrize(
     ("nodes", "mode"),
     [
-        pytest.param([4], "online", marks=pytest.mark.full),
-        pytest.param([4], "offline", marks=pytest.mark.full),
+        pytest.param([4], "online", marks=pytest.mark.wide),
+        pytest.param([4], "offline", marks=pytest.mark.wide),
         ([2, 2], "online"),
-        pytest.param([2, 2], "offline", marks=pytest.mark.full),
-        pytest.param([3, 1], "online", marks=pytest.mark.full),
+        pytest.param([2, 2], "offline", marks=pytest.mark.wide),
+        pytest.param([3, 1], "online", marks=pytest.mark.wide),
         pytest.param([3, 1], "offline", marks=pytest.mark.full),
     ],
     ids=str,
@@ -113,7 +113,9 @@ def test_the_ranks_of_flytes_elastic_workers_have_a_client_each(tmp_path, task):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("nodes", "how"), [([3], "to send it: "), ([2, 1], "with the directories of all nodes: ")], ids=str
+    ("nodes", "how"),
+    [pytest.param([3], "to send it: ", marks=pytest.mark.wide), ([2, 1], "with the directories of all nodes: ")],
+    ids=str,
 )
 def test_the_printed_command_sends_what_all_ranks_have_logged_offline(tmp_path, nodes, how):
     with job(tmp_path) as started:
@@ -386,7 +388,16 @@ def test_no_row_is_lost_when_ranks_are_killed_or_exit_at_once(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("end", ["returns", "returns in a hurry", "is killed", "is killed offline", "is terminated"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "returns",
+        "returns in a hurry",
+        pytest.param("is killed", marks=pytest.mark.wide),
+        pytest.param("is killed offline", marks=pytest.mark.wide),
+        "is terminated",
+    ],
+)
 def test_no_row_is_lost_when_a_ranks_wandb_core_is_slow_to_read(tmp_path, end):
     """The rank waits for it, if it may. Otherwise its rows are kept."""
     is_offline = end == "is killed offline"

@@ -187,7 +187,9 @@ def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_
 
 
 @pytest.mark.full  # the matrix has a restart of two nodes
-@pytest.mark.parametrize(("run_mode", "process_group"), [("auto", False), ("new", True)])
+@pytest.mark.parametrize(
+    ("run_mode", "process_group"), [pytest.param("auto", False, marks=pytest.mark.wide), ("new", True)]
+)
 def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ["--rdzv-id=job", "--max-restarts=1"]
@@ -294,7 +296,7 @@ def test_torch_distributed_launch_is_torchelastic(tmp_path):
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
 @pytest.mark.parametrize(
-    ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.full)]
+    ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.wide)]
 )
 def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tmp_path, run_mode, rank_scope):
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", "bash", "-c", 'exec "$0" "$@"']
@@ -311,7 +313,7 @@ def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tm
 @pytest.mark.parametrize(
     ("run_mode", "process_group", "runs"),
     [
-        ("new", "group", 8),
+        pytest.param("new", "group", 8, marks=pytest.mark.wide),
         pytest.param("new", "tcp", 8, marks=pytest.mark.wide),
         ("auto", "none", 4),
     ],

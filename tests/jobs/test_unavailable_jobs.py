@@ -74,13 +74,17 @@ def test_a_refusal_is_an_error_by_default(service, tmp_path, status):
     assert "degrade" not in done.output  # it would not help
 
 
-OUTAGES = [*map(Fault.status, (402, 429, 500)), Fault.refuse(), Fault.mute()]
-
-
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "fault",
-    [Fault.status(503), *(pytest.param(fault, marks=pytest.mark.full) for fault in OUTAGES)],
+    [
+        Fault.status(503),
+        *(pytest.param(fault, marks=pytest.mark.full) for fault in (Fault.status(402), Fault.mute())),
+        *(
+            pytest.param(fault, marks=pytest.mark.wide)
+            for fault in (Fault.status(429), Fault.status(500), Fault.refuse())
+        ),
+    ],
     ids=lambda fault: f"{fault.kind} {fault.code}",
 )
 def test_the_rows_of_an_outage_are_sent_by_the_next_attempt(service, tmp_path, fault):
@@ -96,6 +100,14 @@ def test_the_rows_of_an_outage_are_sent_by_the_next_attempt(service, tmp_path, f
     assert rows_of(service) == 2, back.output
 
 
+@pytest.mark.parametrize(
+    "service",
+    [
+        "wandb",
+        *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "pluto", "trackio")),
+    ],
+    indirect=True,
+)
 def test_what_a_signal_handler_raises_while_a_run_is_opened_stays_what_it_is(service, tmp_path):
     fault = Fault.mute()
     with away(service, fault) as env:
@@ -138,7 +150,7 @@ def failure_shown(service: Any) -> set[str]:
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("away", ["never", pytest.param("first", marks=pytest.mark.full), "second"])
+@pytest.mark.parametrize("away", ["never", "second", pytest.param("first", marks=pytest.mark.wide)])
 def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tmp_path, away):
     """Also if the service has been away at one of them: the rows of that one are sent later."""
     fault = Fault.status(503)

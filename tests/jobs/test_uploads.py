@@ -42,7 +42,7 @@ def stored(server: WandbServer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "ends", ["return", pytest.param("raise", marks=pytest.mark.full), pytest.param("exit", marks=pytest.mark.full)]
+    "ends", ["return", pytest.param("raise", marks=pytest.mark.wide), pytest.param("exit", marks=pytest.mark.wide)]
 )
 def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_takes(tmp_path, ends):
     with WandbServer() as of_bare, WandbServer() as of_ours:
@@ -98,7 +98,7 @@ def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_pat
     [
         ("return", "main", "SIGTERM"),
         pytest.param("raise", "main", "SIGTERM", marks=pytest.mark.full),
-        pytest.param("return", "thread", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("return", "thread", "SIGTERM", marks=pytest.mark.wide),
         pytest.param("return", "async", "SIGTERM", marks=pytest.mark.full),
         pytest.param("return", "main", "Ctrl-C", marks=pytest.mark.full),
     ],
@@ -152,7 +152,7 @@ def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["thread", "async"])
+@pytest.mark.parametrize("place", ["thread", pytest.param("async", marks=pytest.mark.wide)])
 def test_an_end_in_a_thread_and_of_an_async_function_is_an_ordinary_one_too(tmp_path, place):
     with WandbServer() as server:
         server.fault = Fault.slow(SLOW_S, only="upload")

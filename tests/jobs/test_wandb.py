@@ -265,7 +265,7 @@ def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jo
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 
 
-@pytest.mark.parametrize("run_mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize("run_mode", ["shared", pytest.param("auto", marks=pytest.mark.wide)])
 def test_a_run_ends_in_spite_of_four_wandb_cores_that_die_while_it_ends(tmp_path, run_mode):
     with WandbServer() as server:
         done = jobs.python(tmp_path, RUNS, "dies_while_it_ends", run_mode, env=server.environment)

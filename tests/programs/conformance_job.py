@@ -122,7 +122,7 @@ def missing() -> None:
     except TrackingError as error:
         note(f"refused {type(error).__name__} {time.monotonic() - started:.1f}")
     if "degrade" in sys.argv:
-        tracking_init(**SHARED, init_timeout_s=INIT_TIMEOUT_S, if_unavailable="degrade")(log)(5)
+        tracking_init(**SHARED, init_timeout_s=10, if_unavailable="degrade")(log)(5)
 
 
 def wait_for(line: str) -> None:

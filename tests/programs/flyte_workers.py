@@ -84,10 +84,16 @@ def elastic(n: int) -> str:
     return fork_above(n=n)
 
 
+@workflow
+def elastic_again(n: int) -> str:
+    spawn_above(n=n)
+    return fork_below(n=n)
+
+
 def main() -> None:
     if "elastic" in sys.argv:
         elastic(n=1)
-        elastic(n=1)
+        elastic_again(n=1)
     if "failing" in sys.argv:
         failing(n=1)
 

@@ -2,8 +2,8 @@
 
 Arguments: the tracker, the project; and how many rows are logged, at once, if it is to end by itself. A row has one
 number, which no other row has, and is written down when its `log` has returned: in `logged-PID`. The files
-`opening-PID` and `ending-PID` say that the run is opened and ended from then on. IF_UNAVAILABLE is an argument of the
-run's.
+`opening-PID` and `ending-PID` say that the run is opened and ended from then on. IF_UNAVAILABLE and
+INIT_TIMEOUT_S are arguments of the run's.
 """
 
 import os
@@ -19,7 +19,13 @@ STEP_S = 0.005 if ROWS is None else 0.0
 FEWEST = 20
 
 
-@tracking_init(tracker=TRACKER, project=PROJECT, id="killed", if_unavailable=os.environ.get("IF_UNAVAILABLE", "raise"))
+@tracking_init(
+    tracker=TRACKER,
+    project=PROJECT,
+    id="killed",
+    if_unavailable=os.environ.get("IF_UNAVAILABLE", "raise"),
+    init_timeout_s=float(os.environ.get("INIT_TIMEOUT_S", "30")),
+)
 def train() -> None:
     first = len(list(Path().glob("opening-*"))) * 100_000
     with Path(f"logged-{os.getpid()}").open("a", buffering=1) as logged:

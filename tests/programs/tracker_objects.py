@@ -9,7 +9,7 @@ from jsonl_tracker import JsonlTracker
 
 from flyteplugins_tracking import get_run, tracking_init
 
-spawn = Elastic(nnodes=1, nproc_per_node=2, start_method="spawn", increase_shared_mem=False)
+spawn = Elastic(nnodes=1, nproc_per_node=2, start_method="spawn", increase_shared_mem=False, monitor_interval=1)
 
 
 class Mine(JsonlTracker):

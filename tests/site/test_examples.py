@@ -119,7 +119,7 @@ def test_the_slow_rank_is_named_and_an_evaluation_is_no_hang(tmp_path):
         ("checkpoints.py", "torch", "checkpoint.pt"),
         pytest.param("hf_trainer.py", "transformers", "output/checkpoint-*/trainer_state.json", marks=pytest.mark.wide),
         pytest.param("accelerate_training.py", "accelerate", "checkpoint/model.safetensors", marks=pytest.mark.wide),
-        ("lightning_ddp.py", "lightning", "last.ckpt"),
+        pytest.param("lightning_ddp.py", "lightning", "last.ckpt", marks=pytest.mark.wide),
     ],
 )
 def test_a_time_limit_stops_both_ranks_with_a_checkpoint(tmp_path, name, package, checkpoint):
@@ -164,7 +164,7 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
         ("", "offline"),
         pytest.param("", "disabled", marks=pytest.mark.full),
         pytest.param('run_mode="shared"', "offline", marks=pytest.mark.full),
-        pytest.param('run_mode="new"', "offline", marks=pytest.mark.full),
+        pytest.param('run_mode="new"', "offline", marks=pytest.mark.wide),
         pytest.param("primary_rank=-1", "offline", marks=pytest.mark.full),
     ],
 )

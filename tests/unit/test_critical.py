@@ -200,7 +200,7 @@ class Handlers:
     ("sent", "stride"),
     [
         ((signal.SIGCHLD,), 10),
-        pytest.param((signal.SIGCHLD,), 1, marks=pytest.mark.full),
+        pytest.param((signal.SIGCHLD,), 1, marks=pytest.mark.wide),
         pytest.param((signal.SIGUSR1,), 3, marks=pytest.mark.wide),
         pytest.param(Handlers.signals, 1, marks=pytest.mark.wide),
     ],

@@ -113,7 +113,7 @@ def test_behind_any_truncation_all_whole_records_are_read(tmp_path, written):
         assert kept == [record for record in RECORDS if record in written[:length]]
 
 
-@pytest.mark.parametrize("changes", [500, pytest.param(20_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("changes", [500, pytest.param(20_000, marks=pytest.mark.wide)])
 def test_of_a_journal_with_changed_bits_all_other_records_are_read(tmp_path, written, changes):
     """One bit, or two bits, at random places. No value changes, and nothing raises."""
     (tmp_path / "changed").mkdir()

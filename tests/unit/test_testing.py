@@ -494,7 +494,7 @@ def test_an_exception_of_pytest_is_not_the_error_of_a_rank(threads):
         simulate(tracking_init(lambda: pytest.fail("in the function")), threads=threads)
 
 
-@pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.wide)])
 def test_thousands_of_ranks_take_seconds_and_no_thread(recwarn, workers):
     threads = set()
 
