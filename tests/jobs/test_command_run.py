@@ -171,7 +171,8 @@ from concurrent.futures import ThreadPoolExecutor
 main, run = threading.main_thread(), wandb.init(project="of-the-script")
 pool, go = ThreadPoolExecutor(1), threading.Event()
 def later(x):
-    go.wait()
+    if x == 1:
+        go.wait()
     time.sleep(0.2)
     run.log({"x": x})
     sys.stderr.write(f"logged {x} {sys.modules['__main__'].run is run}\\n")
