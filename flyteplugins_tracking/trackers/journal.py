@@ -287,8 +287,8 @@ class StoredJournal:
         """The name that its writer gave it."""
         return self.path.name.removesuffix(SUFFIX)
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield the records that are not acknowledged, in their order. One line is in memory at a time.
+    def entries(self, *, also_sent: bool = False) -> Iterator[Entry]:
+        """Yield the records that are not acknowledged, or all, in their order. One line is in memory at a time.
 
         A damaged line is left out, with a warning. Raises nothing.
         """
@@ -300,11 +300,11 @@ class StoredJournal:
         if damaged:
             text = "%s is damaged in %d places: what was there is lost, all else is used. It is kept as %s%s"
             _warn_once(str(self.path), text, self.path, damaged, self.path.name, _BAD)
-        yield from (entry for entry in _entries(_parsed(self.path)) if entry.number >= acknowledged)
+        yield from (entry for entry in _entries(_parsed(self.path)) if also_sent or entry.number >= acknowledged)
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self, *, also_sent: bool = False) -> Iterator[Line]:
         """Yield the lines of these records. One that is no line is left out: its writer was no version of this."""
-        return _with_steps(lines_of(self.name, self.entries()), self.sent().last_step)
+        return _with_steps(lines_of(self.name, self.entries(also_sent=also_sent)), self.sent().last_step)
 
     def sent(self) -> Sent:
         """Return what a sender has sent while the journal was written."""

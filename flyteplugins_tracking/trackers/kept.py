@@ -275,17 +275,14 @@ class OutboxHandle(client.ClientHandle):
                     self.steps.last = max(self.steps.last, int(line["step"]))
 
     def exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
-        """Return the status that the first of these journals ends with, or that of a later attempt at the service.
-
-        If all rows were sent while they were logged, no attempt is later that the service has ended.
-        """
+        """Return the status that the first of these journals ends with, or that of a later attempt at the service."""
         exit_code, last_at = 1, 0.0
         for journal in journals:
-            for line in journal.lines():
+            for line in journal.lines(also_sent=True):
                 last_at = max(last_at, line.get("time", 0.0))
                 if journal is journals[0]:
                     exit_code = line.get("exit_code", exit_code)
-        later = self.exit_code_after(last_at) if last_at else None
+        later = self.exit_code_after(last_at)
         return exit_code if later is None else later
 
     def _is_of_run(self, left: StoredJournal) -> bool:
