@@ -32,7 +32,7 @@ demo: $(FOR_DEMO)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full and not wide"
 
-# Every promise. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=first does once for each program.
+# Every promise. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=first does once for each launcher and program.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not wide"
 

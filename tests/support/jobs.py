@@ -44,10 +44,12 @@ def _is_cold(words: Sequence[str]) -> bool:
     which = os.environ.get("TESTS_COLD", "")
     if which != "first":
         return {"": False, "1": True}[which]
-    pairs = pairwise(["", *words])
-    program = [Path(word).name for before, word in pairs if before == "-m" or word.endswith(".py")]
+    pairs = list(pairwise(["", *words]))
+    modules = [word for before, word in pairs if before == "-m"]
+    # A launcher costs several interpreters, with torch in each: it starts cold with its first program only.
+    started = modules or [Path(word).name for word in words if word.endswith(".py")]
     # pytest's workers share this directory.
-    digest = hashlib.sha256(json.dumps(program).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(started).encode()).hexdigest()
     try:
         Path(os.environ["TESTS_WARM_DIR"], f"cold-{digest}").touch(exist_ok=False)
     except FileExistsError:
@@ -126,7 +128,7 @@ def start(
     """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`.
 
     By default the variable TESTS_COLD says whether it is cold: "1" for each job, "first" for the first one
-    that starts this launcher with this program.
+    that starts this launcher, or without one this program.
     """
     directory.mkdir(parents=True, exist_ok=True)
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))

@@ -438,7 +438,7 @@ class LaterEnd(NamedTuple):
         if kept is not None and kept.summary.get("_timestamp") == last_at:
             return kept
         made = cls(path, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
-        replace_whole(path, encode({name: value for name, value in made._asdict().items() if name != "path"}))
+        replace_whole(path, encode({"exit_code": made.exit_code, "config": made.config, "summary": made.summary}))
         return made
 
     def restore(self, run: Any) -> None:
