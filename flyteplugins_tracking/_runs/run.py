@@ -82,6 +82,8 @@ def open_run(call: Call) -> Run:
             request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
             require(tracker)
             handle = _opened(tracker, request)
+            if planned.run_id is None and not call.is_simulated and handle.id is not None:
+                _lock_made_id(call, handle.id, undo)
             left_s = deadline - time.monotonic()
             logger.debug("%s: run %s is open, %.1f s before its deadline", tracker.name, handle.id, left_s)
             if call.run_file is not None:
@@ -154,6 +156,13 @@ def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
     new_id = f"{planned.run_id}-{_name_of_job() if is_shared else os.urandom(3).hex()}"
     logger.warning("%s: run %s is open in another process or thread: this one is %s", name, planned.run_id, new_id)
     return replace(planned, run_id=new_id)
+
+
+def _lock_made_id(call: Call, run_id: str, held: ExitStack) -> None:
+    """Lock a run whose id the tracker has made: another job may learn the id, from a copy of the run file for one."""
+    lock = RunLock.acquire(f"{call.tracker.name}/{call.config.project}/{run_id}")
+    if lock is not None:
+        held.callback(lock.release)
 
 
 def _name_of_job() -> str:

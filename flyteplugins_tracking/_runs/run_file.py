@@ -114,7 +114,10 @@ class RunFile:
         entry = {"base_id": base_id, **self._place, "has_ended": has_ended}
         try:
             with locked(self._path.with_name(f"{self._path.name}.lock"), _LONGEST_WRITE_S):
-                entries = {**self._entries(), self._key: entry}
+                entries = self._entries()
+                if has_ended and entries.get(self._key, entry)["base_id"] != base_id:
+                    return  # the directory was moved, and another job has made this file
+                entries[self._key] = entry
                 for key in self._failed_calls(entries) if has_ended else ():
                     entries[key] = {**entries[key], "has_ended": True}
                 replace_whole(self._path, json.dumps(entries, indent=1))

@@ -148,7 +148,8 @@ def _free(path: Path) -> None:
         descriptor = _held.descriptors.pop(path, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                os.unlink(path)  # while it is locked: who has opened it looks whether it is still there
+                if _is_at(path, descriptor):  # its directory may have been moved, and there is another process's file
+                    os.unlink(path)  # while it is locked: who has opened it looks whether it is still there
             os.close(descriptor)
 
 

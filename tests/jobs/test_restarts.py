@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -405,6 +406,25 @@ def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> Non
     jobs.kill(first)
     first.communicate()
     assert len(job.points) == 2
+
+
+@pytest.mark.parametrize("backend", ["wandb"], indirect=True)
+def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job) -> None:
+    """An experiment that is branched off the checkpoints of a job which still runs."""
+    words, first = [sys.executable, str(PROGRAM)], job.directory / "first"
+    settings = {"tracker": "wandb", "project": job.project, "tracking": {**file_of("run.json"), "init_timeout_s": 4}}
+    slow = {**settings, "rows": ROWS, "end": "kill", "before_s": 30}
+    first.mkdir()
+    running = jobs.start([*words, json.dumps(slow)], first, job.backend.environment())
+    wait_until(lambda: (first / "run.json").exists(), running)
+    shutil.copy(first / "run.json", job.directory / "run.json")
+    done = jobs.run(
+        [*words, json.dumps({**settings, "rows": ROWS, "first": 100})], job.directory, job.backend.environment()
+    )
+    jobs.kill(running)
+    running.communicate()
+    assert done.returncode == 0, done.output
+    assert "is open in another process or thread: this one is" in done.output
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,15 @@ def test_a_handler_inside_that_exits_with_success_hides_no_signal(tmp_path):
         assert "ows are lost" not in found.output
 
 
+def test_a_function_that_catches_the_exit_and_returns_ends_with_the_signals_status(tmp_path):
+    with job(tmp_path) as started:
+        process = started.start(python(), **ends("catches all"))
+        started.wait_for("ready 0 0")
+        started.signal(process.pid)
+        found = started.outcome()
+        assert (found.returncode, found.exit_codes, found.lost) == (143, (143,), 0)
+
+
 def test_repeated_signals_interrupt_no_finally(tmp_path):
     with job(tmp_path) as started:
         process = started.start(python(), **ends("slow finally"))

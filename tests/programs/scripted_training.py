@@ -11,6 +11,7 @@ other before the function.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -200,7 +201,14 @@ def hides_its_failure() -> None:
         time.sleep(0.5)
 
 
+def catches_all() -> None:
+    with contextlib.suppress(BaseException):
+        time.sleep(ENDLESS_S)
+    log()
+
+
 ENDS: dict[str, Callable[[], object]] = {
+    "catches all": catches_all,
     "return": lambda: None,
     "raise": raises,
     "raise at go": raises_at_go,

@@ -80,7 +80,8 @@ class MainThreadListener(SigtermListener):
         self.ends_process = handler.is_default
         if not self._has_acted:
             self._act(handler, SIGNAL, None)
-        elif handler.is_default and error is not None and not isinstance(error, SystemExit):
+        # A function may catch the exit, and return.
+        elif handler.is_default and not isinstance(error, SystemExit):
             raise SystemExit(TERMINATED) from error
 
     def await_signals(self) -> None:
