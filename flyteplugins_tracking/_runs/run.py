@@ -82,7 +82,7 @@ def open_run(call: Call) -> Run:
             request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
             require(tracker)
             handle = _opened(tracker, request)
-            if planned.run_id is None and not call.is_simulated and handle.id is not None:
+            if planned.run_id is None and not call.is_simulated and tracker.package is not None:
                 _lock_made_id(call, handle.id, undo)
             left_s = deadline - time.monotonic()
             logger.debug("%s: run %s is open, %.1f s before its deadline", tracker.name, handle.id, left_s)
