@@ -144,7 +144,7 @@ def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
     if planned.run_id is None or not (planned.ends_run or is_shared) or call.is_simulated:
         return planned
     config, name = call.config, call.tracker.name
-    of_run = f"{name}/{config.project}/{planned.run_id}" + ("" if planned.ends_run else f"/{planned.label}")
+    of_run = _lock_name(call, planned.run_id) + ("" if planned.ends_run else f"/{planned.label}")
     if config.roles is None and config.id is not None and RunLock.is_held(f"{of_run}/roles"):
         raise roles_error(f"{name}: run {planned.run_id}", "its owner runs now")
     lock = RunLock.acquire(of_run, timeout_s=config.init_timeout_s / 2)
@@ -160,9 +160,13 @@ def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
 
 def _lock_made_id(call: Call, run_id: str, held: ExitStack) -> None:
     """Lock a run whose id the tracker has made: another job may learn the id, from a copy of the run file for one."""
-    lock = RunLock.acquire(f"{call.tracker.name}/{call.config.project}/{run_id}")
+    lock = RunLock.acquire(_lock_name(call, run_id))
     if lock is not None:
         held.callback(lock.release)
+
+
+def _lock_name(call: Call, run_id: str) -> str:
+    return f"{call.tracker.name}/{call.config.project}/{run_id}"
 
 
 def _name_of_job() -> str:

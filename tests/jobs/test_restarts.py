@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -388,43 +389,44 @@ def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     assert len(job.points) == 1
 
 
-@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
-def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> None:
+@contextlib.contextmanager
+def running(job: Job, directory: Path) -> Iterator[Callable[[], str]]:
+    """A job with `run_file=` that has its run open in a directory. Yields what runs a second one in the job's."""
     words = [sys.executable, str(PROGRAM)]
-    settings = {"tracker": "trackio", "project": job.project, "tracking": {**file_of("run.json"), "init_timeout_s": 2}}
-    slow = {**settings, "rows": ROWS, "end": "kill", "before_s": 30}
-    first = jobs.start([*words, json.dumps(slow)], job.directory, job.backend.environment())
-    wait_until(lambda: (job.directory / "run.json").exists(), first)
-    kept = (job.directory / "run.json").read_text()
-    done = jobs.run(
-        [*words, json.dumps({**settings, "rows": ROWS, "first": 100})], job.directory, job.backend.environment()
-    )
-    assert done.returncode == 0, done.output
-    assert "run_file=" in done.output
-    assert "is used by another job: this is a new run" in done.output
-    assert (job.directory / "run.json").read_text() == kept
+    tracking = {**file_of("run.json"), "init_timeout_s": 4}
+    settings = {"tracker": job.backend.name, "project": job.project, "tracking": tracking, "rows": ROWS}
+    slow = json.dumps({**settings, "end": "kill", "before_s": 30})
+    first = jobs.start([*words, slow], directory, job.backend.environment())
+    wait_until(lambda: (directory / "run.json").exists(), first)
+
+    def run_second() -> str:
+        second = json.dumps({**settings, "first": 100})
+        done = jobs.run([*words, second], job.directory, job.backend.environment())
+        assert done.returncode == 0, done.output
+        return done.output
+
+    yield run_second
     jobs.kill(first)
     first.communicate()
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> None:
+    with running(job, job.directory) as run_second:
+        kept = (job.directory / "run.json").read_text()
+        output = run_second()
+        assert "run_file=" in output
+        assert "is used by another job: this is a new run" in output
+        assert (job.directory / "run.json").read_text() == kept
     assert len(job.points) == 2
 
 
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job) -> None:
     """An experiment that is branched off the checkpoints of a job which still runs."""
-    words, first = [sys.executable, str(PROGRAM)], job.directory / "first"
-    settings = {"tracker": "wandb", "project": job.project, "tracking": {**file_of("run.json"), "init_timeout_s": 4}}
-    slow = {**settings, "rows": ROWS, "end": "kill", "before_s": 30}
-    first.mkdir()
-    running = jobs.start([*words, json.dumps(slow)], first, job.backend.environment())
-    wait_until(lambda: (first / "run.json").exists(), running)
-    shutil.copy(first / "run.json", job.directory / "run.json")
-    done = jobs.run(
-        [*words, json.dumps({**settings, "rows": ROWS, "first": 100})], job.directory, job.backend.environment()
-    )
-    jobs.kill(running)
-    running.communicate()
-    assert done.returncode == 0, done.output
-    assert "is open in another process or thread: this one is" in done.output
+    with running(job, job.directory / "first") as run_second:
+        shutil.copy(job.directory / "first" / "run.json", job.directory / "run.json")
+        assert "is open in another process or thread: this one is" in run_second()
 
 
 @pytest.mark.parametrize(

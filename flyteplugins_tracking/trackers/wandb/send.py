@@ -401,10 +401,14 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any, close:
     return text
 
 
-def is_later(last_at: float | None, attempts: Iterable[AttemptOnDisk]) -> bool:
-    """Whether a row was logged after all of these attempts."""
-    times = set[float]().union(*(one.logged_at() for one in attempts))
+def _is_later(last_at: float | None, times: Collection[float]) -> bool:
+    """Whether a row was logged after all rows of these times."""
     return last_at is not None and last_at > max(times, default=last_at)
+
+
+def _logged_at(attempts: Iterable[AttemptOnDisk]) -> set[float]:
+    """Return the times of all rows of attempts. Reads their files."""
+    return set[float]().union(*(one.logged_at() for one in attempts))
 
 
 class LaterEnd(NamedTuple):
@@ -427,13 +431,14 @@ class LaterEnd(NamedTuple):
     @classmethod
     def of(cls, attempts: Sequence[AttemptOnDisk], found: vendor.Stored | None) -> LaterEnd | None:
         """Return it for attempts that are sent; None if one of them is the run's last one."""
-        path, times = attempts[0].directory / _LATER, set[float]().union(*(one.logged_at() for one in attempts))
+        if found is None:
+            return None
+        path, times, last_at = attempts[0].directory / _LATER, _logged_at(attempts), found.last_at
         values = json.loads(own_text(path, _LONGEST_LATER) or "null")
         kept = None if values is None else cls(path, **values)
-        last_at = None if found is None else found.last_at
-        if found is not None and (last_at is None or last_at in times or any(one.is_open() for one in attempts)):
+        if last_at is None or last_at in times or any(one.is_open() for one in attempts):
             return kept
-        if found is None or not is_later(last_at, attempts):
+        if not _is_later(last_at, times):
             return None
         if kept is not None and kept.summary.get("_timestamp") == last_at:
             return kept
@@ -480,7 +485,7 @@ class Files:
         self.ask(found)
         if found is not None and self:
             exit_code = datastore.exit_code(directory)
-            if exit_code is None or is_later(found.last_at, [attempt_at(directory)]):
+            if exit_code is None or _is_later(found.last_at, attempt_at(directory).logged_at()):
                 exit_code = STATES.get(found.state, 1)
             with _opened(place, {}, exit_code) as run:
                 self.send(run)
@@ -534,7 +539,7 @@ class _Numbered:
         ended_with = None if self._found is None else STATES.get(self._found.state)
         last_at = self._found.values("_timestamp", column)[-1:] if self._found and ended_with is not None else []
         # Whether its run has gone on after it. Then it is left as that has left it.
-        self._is_past = any(is_later(at, left.attempts) for at in last_at)
+        self._is_past = any(_is_later(at, _logged_at(left.attempts)) for at in last_at)
         self._is_late = ended_with is not None and (bool(self._label) or self._is_past)
         is_ends = not self._label and not self._is_past
         self._exit_code = left.exit_code if is_ends else ended_with if self._role == OWNER else None
