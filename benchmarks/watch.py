@@ -17,13 +17,14 @@ from pathlib import Path
 from support.wandb_server import WandbServer
 
 JOB = """
-import sys, time
+import os, sys, time
 from flyteplugins_tracking import get_run, tracking_init
 @tracking_init(project="p", id="run")
 def train():
     for n in range(10**9):
         get_run().log({"n": n, "at": time.time()})
-        open("logged", "w").write(str(n))
+        open("logged.part", "w").write(str(n))
+        os.replace("logged.part", "logged")
         time.sleep(1 / float(sys.argv[1]))
 train()
 """

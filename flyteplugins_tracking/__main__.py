@@ -33,8 +33,11 @@ def main() -> int:
 
         sys.stdout.write(f"flyteplugins-tracking {installed_version('flyteplugins-tracking') or '(not installed)'}\n")
         return 0
-    if name not in ("doctor", "run", "send"):  # options of the doctor
+    if name.startswith("-"):  # options of the doctor
         name, arguments = "doctor", sys.argv[1:]
+    if name not in ("doctor", "run", "send"):
+        sys.stderr.write(f"flyteplugins-tracking: there is no command {name!r}\n\n{_HELP}")
+        return 2
     if name == "send":
         # `python -m` looks there first: W&B's own directory "wandb" may hold a module that somebody has planted.
         sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, TracebackType
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -46,7 +46,7 @@ def tracking_init(
     project: str | None = None,
     group: str | None = None,
     name: str | None = None,
-    tags: Sequence[str] | None = None,
+    tags: Sequence[str] | Mapping[str, Any] | None = None,
     notes: str | None = None,
     config: Any = None,
     secret: Any = None,
@@ -83,20 +83,21 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             numbers count from the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable
             of `DistributedInfo` that returns the same int on every rank. No effect with "new" and outside a distributed
             job.
-        id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
-            one.
+        id: The base of the run ids: the same on every rank, and another for each job, but for those that log to one run
+            with `roles` and `role`. By default the ranks agree on one.
         run_file: A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that
-            finds it goes on in the run. When the function has returned, the next job has a new run. Only the first rank
-            with a run needs to see the file. Not together with `id` and `role`.
+            finds it goes on in the run. A function that returns by itself has finished the training: the next job has a
+            new run. After a stop by `should_stop()`, the next job goes on in this one. Only the first rank with a run
+            needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
             `role=` and the same `id`. One that is not listed may join too.
         role: The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job
             begin with `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end
             the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with run_mode="auto".
         project: The runs' project; None for the tracker's default.
-        group: The runs' group, instead of the planned one.
+        group: The runs' group, instead of the one that `run_mode` and `rank_scope` give.
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.
-        tags: The run's tags.
+        tags: The run's tags. A mapping gives tags such as "team=vision", from which MLflow gets the key and the value.
         notes: The run's notes.
         config: The run's config: a mapping, a dataclass, a namespace, or anything like these, such as a Hydra config;
             or, for W&B, the path of a file. Values that JSON cannot hold are shown as text.
@@ -108,13 +109,15 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             `TrackerUnavailableError`. A missing key, a refusal and a role that finds no run are errors in both cases.
         init_timeout_s: Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may
             take 30 s more.
-        kill_after_s: Seconds between SIGTERM and SIGKILL. 30 is the default of torchrun, Slurm (KillWait) and
-            Kubernetes (terminationGracePeriodSeconds). After a SIGTERM, a loop that calls `should_stop()` and the run's
-            end have 25 of 30 seconds: all but the last 5, or half if there are fewer than 10. Without a SIGTERM, the
-            run's end lasts while the service takes data, and gives up when nothing has moved for 25 s. In a shared run,
-            the rank that ends it waits in the same way for the other ranks.
-        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which the run and the primary's log say
-            where each rank is, and each rank's log has its stacks. Nothing is ended. None for never.
+        kill_after_s: How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of
+            torchrun, Slurm (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()`
+            and the run's end have all but the last 5 s of it, which is 25 s by default; or half of it, if it is below
+            10. At an end without a SIGTERM there is no limit while the service takes data; when nothing has moved for
+            25 s, the library gives up. In a shared run, the rank that ends it waits in the same way for the other
+            ranks.
+        hang_timeout_s: If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each
+            rank is to the run and to the log of the rank with the run. Each rank writes its stacks to its own log.
+            Nothing is ended. None for never.
         pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the
             next row of the primary rank also has `ranks/slowest`, the rank that the others wait for,
             `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory,
@@ -122,9 +125,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
-        step_metric: The name of the column that has the `step=` of `log`, where the service cannot have it as the row's
-            own step: in a shared run, whose ranks share one step counter, and after a job has gone back to its
-            checkpoint.
+        step_metric: In two cases the service cannot use the `step=` of `log`: in a shared run, whose ranks share one
+            step counter, and after a job has gone back to its checkpoint. The `step=` is then in the column of this
+            name.
         download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

@@ -25,7 +25,7 @@ class TrackingError(Exception):
 class TopologyError(TrackingError):
     """The launcher's variables are malformed or contradict each other.
 
-    No process becomes rank 0 by default: a wrong rank 0 would go unnoticed.
+    No process takes itself for rank 0 then: a wrong rank 0 would go unnoticed.
     """
 
 

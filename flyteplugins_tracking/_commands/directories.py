@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file
@@ -15,7 +16,7 @@ from flyteplugins_tracking.trackers.journal import files_in
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 # The file that says of an empty directory that its run was sent.
-SENT = "sent"
+SENT = "flyteplugins-tracking-sent"
 # How deep below a directory runs are looked for, and in how many directories. Hydra's are 6 deep.
 _DEEPEST, _MOST = 8, 20_000
 # W&B's own directory may have the first name. Others that begin with a dot have environments, caches and repositories.
@@ -23,6 +24,8 @@ _HIDDEN = (".wandb",)
 _SHOWN = 5
 # The file that the one watcher of a directory holds the lock of. It says which.
 _LOCK = ".flyteplugins-tracking-watch"
+# The errors of a file system without locks.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def is_run(directory: Path) -> bool:
@@ -57,17 +60,32 @@ def hold(directory: Path) -> RunLock:
 
     Raises:
         TrackerUnavailableError: Another process holds the lock.
+        OSError: The directory cannot be used.
     """
     path = directory / _LOCK
     try:
         lock = RunLock.of_file(path)
-    except PermissionError:
-        raise
-    except OSError:  # a file system without locks
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
         return RunLock()
     if lock is None:
         raise TrackerUnavailableError(f"{directory} is watched already: {holder_of(path)} sends what its runs log")
     return lock
+
+
+@contextmanager
+def noting(away: dict[Path, str], path: Path) -> Iterator[None]:
+    """Note why a path cannot be looked at now, such as that its disk does not answer. It does not keep others from it.
+
+    One that was removed just now is not noted.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except Exception as error:
+        away[path] = f"{path} cannot be looked at now: {type(error).__name__}: {error}"
 
 
 class Found:
@@ -76,6 +94,7 @@ class Found:
     Attributes:
         runs: Those to send, by where they are.
         texts: What is to be said of the directories that have none.
+        away: What could not be looked at, with the reason.
     """
 
     def __init__(self, paths: Sequence[Path], *, is_watched: bool = False) -> None:
@@ -88,17 +107,19 @@ class Found:
         self._is_watched = is_watched
         self.runs: dict[Path, Path] = {}
         self.texts: list[str] = []
+        self.away: dict[Path, str] = {}
         self._looked_at = 0  # below the present one of the given directories
         self._of_others: list[Path] = []  # another user's, or not to be read
         self._beyond: list[Path] = []  # too deep, or too many
         self._written: list[Path] = []  # a process may still log there
         for path in paths:
-            if is_run(path) or not path.is_dir():
-                self.runs.setdefault(path.resolve(), path)
-            else:
-                self._look_below(path)
+            with noting(self.away, path):
+                if is_own := is_run(path) or not path.is_dir():  # a file that looks like a run's hides none below
+                    self.runs.setdefault(path.resolve(), path)
+                if path.is_dir():
+                    self._look_below(path, is_own)
 
-    def _look_below(self, path: Path) -> None:
+    def _look_below(self, path: Path, is_own: bool) -> None:
         self._looked_at, self._of_others = 0, []
         runs = list(self._runs_below(path, {path.resolve()}, depth=0))
         wanted = [run for run in runs if has_unsent(run)]
@@ -107,54 +128,54 @@ class Found:
                 self._written.append(run)
             else:
                 self.runs.setdefault(run.resolve(), run)
-        if runs and not wanted:
+        if runs and not (wanted or is_own or self._is_watched):
             self.texts.append(f"{path} has nothing that is not sent yet: looked at the {len(runs)} runs below it")
-        elif not runs:
+        elif not (runs or is_own):
             places = f"looked for runs there and below, in {self._looked_at} directories"
-            self.texts.append(f"{path} has no rows, and nothing to send: {places}")
+            other = "The local databases of MLflow and Trackio are not sent"
+            self.texts.append(f"{path} has no rows, and nothing to send: {places}. {other}")
         if self._of_others:
             self.texts.append(f"left out, as another user's or not to be read: {_named(self._of_others)}")
 
     def _runs_below(self, path: Path, known: set[Path], depth: int) -> Iterator[Path]:
         """Yield the runs below a directory. Links of this user are followed to directories of this user."""
         for child in self._directories_in(path):
-            resolved = child.resolve()
-            if resolved in known:
-                continue
-            known.add(resolved)
-            if not (is_own_directory(resolved) and child.lstat().st_uid == os.geteuid()):
-                self._of_others.append(child)
-                continue
-            child = resolved if child.is_symlink() else child
-            if is_run(child):
-                yield child
-            elif depth == _DEEPEST or len(known) > _MOST:
-                self._beyond.append(child)
-            else:
-                yield from self._runs_below(child, known, depth + 1)
+            with noting(self.away, child):
+                resolved = child.resolve()
+                if resolved in known:
+                    continue
+                known.add(resolved)
+                if not (is_own_directory(resolved) and child.lstat().st_uid == os.geteuid()):
+                    self._of_others.append(child)
+                    continue
+                child = resolved if child.is_symlink() else child
+                if is_run(child):
+                    yield child
+                elif depth == _DEEPEST or len(known) > _MOST:
+                    self._beyond.append(child)
+                else:
+                    yield from self._runs_below(child, known, depth + 1)
 
     def _directories_in(self, path: Path) -> list[Path]:
         self._looked_at += 1
         try:
             with os.scandir(path) as entries:
                 names = sorted(entry.name for entry in entries if entry.is_dir())
-        except OSError:
+        except PermissionError:
             self._of_others.append(path)
             return []
         return [path / name for name in names if name in _HIDDEN or not name.startswith(".")]
 
-    def require_all_seen(self) -> None:
-        """Name what was not looked at, or not sent.
-
-        Raises:
-            TrackerUnavailableError: There is something.
-        """
+    def left_out(self) -> list[str]:
+        """Return what is not sent, in words."""
+        texts = []
         if self._written:
             text = "these runs have no end, and were written to just now: send them later, or name them if killed"
-            raise TrackerUnavailableError(f"{text}: {_named(self._written)}")
+            texts.append(f"{text}: {_named(self._written)}")
         if self._beyond:
             text = "these directories are too deep or too many, and were not looked at"
-            raise TrackerUnavailableError(f"{text}: name them, or those of their runs: {_named(self._beyond)}")
+            texts.append(f"{text}: name them, or those of their runs: {_named(self._beyond)}")
+        return texts
 
 
 def _named(paths: Sequence[Path]) -> str:

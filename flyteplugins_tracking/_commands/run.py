@@ -22,7 +22,10 @@ from typing import Any, NoReturn
 from flyteplugins_tracking._commands.run_options import parsed
 from flyteplugins_tracking._util.threads import wait_as_at_exit
 from flyteplugins_tracking.errors import TrackingError
+from flyteplugins_tracking.trackers import client
 
+# Where the arguments of the run are set, in a warning.
+_OPTIONS = "the command, before the script, as --name, --project, --config NAME=VALUE, or else --option NAME=VALUE"
 # What Python itself calls for `-m`, directories and zip files. Its names have an underscore, and do not change.
 _RUNPY: Any = runpy
 
@@ -33,6 +36,7 @@ def main(arguments: list[str]) -> int:
     sys.argv = ["-m" if is_module else words[0], *words[1:]]
     start = (_module if is_module else _script)(words[0])
     has_begun = False
+    client.ARGUMENTS_OF.append(_OPTIONS)
     try:
         with run:
             has_begun = True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
 from typing import Any, get_args
 
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
-from flyteplugins_tracking.decorator import tracking_run
+from flyteplugins_tracking.decorator import tracking_init, tracking_run
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, IfUnavailable, TrackingConfig
 
@@ -54,7 +56,8 @@ _PAIRS: dict[str, Any] = {"type": _pair, "action": "append", "metavar": "NAME=VA
 # None: it has no option.
 _OPTIONS: dict[str, dict[str, Any] | None] = {
     "tracker": {},
-    "config": {**_PAIRS, "help": "a value of the run's config; may be repeated"},
+    "config": {**_PAIRS, "help": "A value of the run's config. May be repeated."},
+    "tags": {"action": "append", "metavar": "TAG"},
     "secret": None,  # everybody sees the command line of a process
     "download_logs": None,  # of a Flyte task
     "RunMode": {"choices": RUN_MODES},
@@ -64,7 +67,7 @@ _OPTIONS: dict[str, dict[str, Any] | None] = {
     "bool": {"action": "store_true"},
     "str": {},
     "float": {"type": float, "metavar": "SECONDS"},
-    "Sequence[str]": {"action": "append", "help": "may be repeated"},
+    "Sequence[str]": {"action": "append", "metavar": "ROLE"},
 }
 
 
@@ -77,12 +80,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    # Of each argument, the first sentence of its text.
+    texts = dict(
+        re.findall(r"^ {4}(\w+): (.+?\.)(?=\s|$)", inspect.getdoc(tracking_init) or "", re.DOTALL | re.MULTILINE)
+    )
     for name in sorted(OWN_ARGUMENTS):
         kind = TrackingConfig.__annotations__[name].removesuffix(" | None")
         option = _OPTIONS[name if name in _OPTIONS else kind]
         if option is not None:
-            parser.add_argument(f"--{name.replace('_', '-')}", **option)
-    parser.add_argument("--option", **_PAIRS, help="an argument of the tracker, as entity=team; may be repeated")
+            text = texts.get(name, "") + (" May be repeated." if option.get("action") == "append" else "")
+            parser.add_argument(f"--{name.replace('_', '-')}", **{"help": text, **option})
+    parser.add_argument("--option", **_PAIRS, help="An argument of the tracker, as entity=team. May be repeated.")
     parser.add_argument("-m", dest="is_module", action="store_true", default=False, help="SCRIPT is a module")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help="SCRIPT and its arguments")
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT...]", help="the script and its arguments"
+    )
     return parser

@@ -6,6 +6,7 @@ A directory is that of a run, or one with runs below it. The trackers' own varia
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ from flyteplugins_tracking._commands.directories import SENT, Found, require_unw
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, touch_own
+from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -34,6 +36,7 @@ from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
 from flyteplugins_tracking.trackers.outbox import (
     AwayError,
     arguments_to_send,
+    but_for,
     how_to_send,
     require_server,
     servers_in,
@@ -68,17 +71,21 @@ def main(arguments: list[str]) -> int:
         given = parser.parse_args(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of directories may have characters that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    os.environ["WANDB_MODE"] = "online"  # that of the jobs may be set here too
     try:
         if given.watch:
             from flyteplugins_tracking._commands import watch
 
-            return watch.watch(given.directories, given.interval, given.killed_after, until_done=given.until_done)
+            watch.watch(given.directories, given.interval, given.killed_after, until_done=given.until_done)
         found = Found(given.directories)
         for text in chain(found.texts, _send(list(found.runs.values()))):
-            sys.stdout.write(f"{text}\n")
-        found.require_all_seen()
+            sys.stdout.write(f"{printable(text)}\n")
+        if problems := [*found.away.values(), *found.left_out()]:
+            raise TrackerUnavailableError("\n".join(problems))
     except (TrackingError, ValueError, OSError) as error:
-        sys.stderr.write(f"cannot send: {error}\n")
+        sys.stderr.write(f"cannot send: {printable(str(error))}\n")
         return 1
     return 0
 
@@ -141,10 +148,7 @@ def send_directory(directory: Path) -> str:
         raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
     require_all_sent(directory)
     if rejected:
-        raise TrackerUnavailableError(
-            f"{directory} was sent, but for {rejected} rows that the service rejects: the files are kept as *.bad",
-            is_outage=False,
-        )
+        raise TrackerUnavailableError(f"{directory} was sent{but_for(rejected)}", is_outage=False)
     return (
         f"sent {directory} as run {left[0].header['id']}" if left else f"{directory} has nothing that is not sent yet"
     )
@@ -153,11 +157,16 @@ def send_directory(directory: Path) -> str:
 def require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None:
     """Refuse journals of a server that is not set up here.
 
+    One that the job's variables named may have another address here: then this process has a variable too.
+
     Raises:
         TrackerUnavailableError: There is one.
     """
     for journal in journals:
-        for variable, address in servers_in(journal.header["arguments"]).items():
+        of_job = journal.header.get("servers")
+        named = of_job if isinstance(of_job, dict) else {}
+        missing = {one: str(address) for one, address in named.items() if not os.environ.get(one)}
+        for variable, address in {**missing, **servers_in(journal.header["arguments"])}.items():
             require_server(directory, variable, address, os.environ.get(variable))
 
 
@@ -237,7 +246,9 @@ def open_run(earlier: Sequence[StoredJournal], *, follows: bool = False) -> Clie
             has_other_writers=False,
             run_metadata=header["run_metadata"],
             read_secret=lambda: None,
-            may_prompt=sys.stdin is not None and sys.stdin.isatty(),
+            may_prompt=threading.current_thread() is threading.main_thread()
+            and sys.stdin is not None
+            and sys.stdin.isatty(),
             sigterm=NoSigterm(),
             deadline=time.monotonic() + config.init_timeout_s,
             earlier=earlier,

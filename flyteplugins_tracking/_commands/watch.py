@@ -11,18 +11,20 @@ another node may differ.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
-from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, hold, require_unwatched
+from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, hold, noting, require_unwatched
 from flyteplugins_tracking._commands.send import (
     attempts_of,
     journals_in,
@@ -33,16 +35,20 @@ from flyteplugins_tracking._commands.send import (
 )
 from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking._util.fork import OwnLock, register
-from flyteplugins_tracking._util.text import first_line
+from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.text import causes, first_line, printable, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, files_in, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.wandb import datastore, live, outbox
+from flyteplugins_tracking.trackers.outbox import but_for
+from flyteplugins_tracking.trackers.wandb import datastore, live, outbox, vendor
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 # How many runs are sent at once that have ended, and how many are open at the most: each may wait for its service.
-_ENDED, _OPEN = 1, 256
-_printing = register(OwnLock())
+_ENDED, _OPEN = 4, 256
+# The errors of a directory that cannot be used, or of another user's file: they do not pass by themselves.
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
+_printing, _loading = register(OwnLock()), register(OwnLock())
 
 
 class Watched(ABC):
@@ -68,9 +74,17 @@ class Watched(ABC):
         self._seen: object = None
         self._sign_at = 0.0
 
+    def let_go(self) -> None:
+        """Leave the run as it is: another process writes it, or its files are not here any more."""
+        self.opened = None
+
     @abstractmethod
     def has_end(self) -> bool:
         """Whether its last process has kept the status with which it has ended."""
+
+    def is_to_end(self) -> bool:
+        """Whether it is open and nobody else ends it, though its directories count as sent."""
+        return False
 
     @abstractmethod
     def send(self) -> str:
@@ -93,7 +107,7 @@ class Watched(ABC):
         try:
             was_open = self.opened is not None
             if not was_open:
-                require_unwatched(self.directories[0], self._watched)
+                self.require_usable()
             text = self.send()
             if text or (self.opened is not None and not was_open):
                 self._say(text or "is open: what it logs is sent")
@@ -105,7 +119,17 @@ class Watched(ABC):
             text = f"not sent: {kind}{first_line(error)}"
             if text != self.error:
                 self._say(text)
-            self.error, self.is_refused = text, not getattr(error, "is_outage", not isinstance(error, ValueError))
+            is_of_disk = any(getattr(one, "errno", None) in _LASTING for one in causes(error))
+            self.error = text
+            self.is_refused = is_of_disk or not getattr(error, "is_outage", not isinstance(error, ValueError))
+
+    def require_usable(self) -> None:
+        """Refuse what cannot be opened here.
+
+        Raises:
+            TrackerUnavailableError: Another process watches it, or there is no key.
+        """
+        require_unwatched(self.directories[0], self._watched)
 
     @property
     def is_busy(self) -> bool:
@@ -119,12 +143,36 @@ class Watched(ABC):
 class WandbRun(Watched):
     """The directories of a W&B run."""
 
+    def __init__(self, name: str, watched: Collection[Path]) -> None:
+        super().__init__(name, watched)
+        self._taken = live.Taken()
+
+    def require_usable(self) -> None:
+        super().require_usable()
+        # Settings that another thread loads just now still name W&B's own server, which would get the key.
+        with _loading.lock:
+            server = vendor.session().settings.base_url
+        if not vendor.has_credentials(server):  # W&B's client would ask for one in the terminal
+            text = f"there is no API key for {without_credentials(server)}: run `wandb login`, or set WANDB_API_KEY"
+            raise TrackerUnavailableError(text, is_outage=False)
+
     def has_end(self) -> bool:
         return outbox.attempt_at(self.directories[-1]).exit_code is not None
 
+    def is_to_end(self) -> bool:
+        """As a user's `wandb sync` has it: it sends what is there, and no end."""
+        first = self.directories[0]
+        of_id = outbox.directories_of(first.parent, outbox.run_id_of(first))
+        return self.opened is not None and first in of_id and all(map(outbox.is_offline, of_id))
+
+    def let_go(self) -> None:
+        if self.opened is not None:
+            self.opened.let_go()
+        self.opened = None
+
     def send(self) -> str:
         if self._is_online():
-            self.opened = None
+            self.let_go()
         elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
             self.opened = live.LiveRun(self.directories)
         if not self.is_written:
@@ -132,10 +180,14 @@ class WandbRun(Watched):
         if self.opened is not None:
             try:
                 self.rows += self.opened.send(self.directories)
+                if self._taken.look(self.opened):
+                    self.let_go()
             except Exception as error:
                 if self.opened.is_lost(error):
                     self.opened = None
                 raise
+        if self._taken.is_stalled:
+            raise TrackerUnavailableError("W&B does not take the rows that it gets: the run is opened again")
         return ""
 
     def _finish(self) -> str:
@@ -156,6 +208,7 @@ class KeptRun(Watched):
 
     _attempt = ""  # the first journal of the one that is open
     _waits_for_end = False  # whether its tracker cannot follow a journal
+    _rejected = 0  # rows of the attempts that were ended
     _paths: Sequence[Path] = ()
     _journals: Sequence[StoredJournal] = ()
 
@@ -170,7 +223,7 @@ class KeptRun(Watched):
             return ""
         if not self.is_written and self.opened is None and (online or not attempts or self._waits_for_end):
             return send_directory(self.directories[0])
-        if self._waits_for_end:
+        if self._waits_for_end or not attempts:
             return ""
         exit_code = 1
         for attempt in attempts:
@@ -180,7 +233,7 @@ class KeptRun(Watched):
             if is_written:  # a later attempt's rows come behind all of an earlier one
                 return ""
             exit_code = self._end(attempt, ends_run=is_last)
-        return _ended(exit_code)
+        return _ended(exit_code) + but_for(self._rejected)
 
     def _attempts(self) -> list[list[StoredJournal]]:
         paths = files_in(self.directories[0])
@@ -207,13 +260,12 @@ class KeptRun(Watched):
             raise TrackerUnavailableError("the service has not taken the run's end")
         touch_own(self.directories[0] / SENT)
         for journal in attempt:
+            self._rejected += journal.sent().rejected_rows  # also by a watcher before this one
             handle.before_removal(journal)
-            journal.remove(is_bad=handle.rejected_rows > 0)
+            journal.remove()
         if ends_run:
             remove_empty(self.directories[0])
-        if handle.rejected_rows:
-            self.is_whole = False
-            self._say(f"the service rejects {handle.rejected_rows} rows: the files are kept as *.bad")
+        self.is_whole = not self._rejected
         return exit_code
 
 
@@ -221,58 +273,95 @@ class Watcher:
     """Looks at the runs of directories.
 
     Attributes:
-        runs: Those that are not sent, by their names.
+        runs: Those that are not sent, by their names and projects.
     """
 
-    _sent, _is_whole, _problem, _is_away = 0, True, "", False
+    _sent, _is_whole = 0, True
+    _problems: Sequence[str] | None = None  # of the directories, at the last look
 
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
-        self.runs: dict[str, Watched] = {}
+        """Take the directories.
+
+        Raises:
+            TrackerUnavailableError: Another process watches one of them.
+            OSError: One cannot be locked.
+        """
+        self._locks = {path: hold(path) for path in paths}
+        self._away: dict[Path, str] = {}  # what cannot be looked at now, with the reason
+        self.runs: dict[tuple[str, str], Watched] = {}
         self._paths, self._watched = paths, [path.resolve() for path in paths]
         self._killed_s = killed_s
         self._of_ended, self._of_open = ThreadPoolExecutor(_ENDED), ThreadPoolExecutor(_OPEN)
 
     def look(self) -> None:
         """Find runs, and have each send what is new, beside the others."""
-        found: dict[str, list[Path]] = {}
-        before, self._problem, self._is_away = self._problem, "", False
-        try:
-            for path in self._find():
-                found.setdefault(_name_of(path), []).append(path)
-        except (TrackingError, OSError) as error:  # too many directories, or a file system that is away
-            self._problem, self._is_away = str(error), isinstance(error, OSError)
-        if self._problem not in ("", before):
-            _print(f"{time.strftime('%H:%M:%S')} {self._problem}\n")
-        for name in [name for name, run in self.runs.items() if not (name in found or run.is_busy or self._is_away)]:
-            run = self.runs.pop(name)
+        self._away = {path: reason for path in self._paths if (reason := self._reason(path))}
+        found = self._find()
+        for key in [key for key, run in self.runs.items() if not (key in found or run.is_busy or self._away)]:
+            run = self.runs.pop(key)
+            self._of_open.submit(run.let_go)
             self._sent, self._is_whole = self._sent + run.rows, self._is_whole and run.is_whole and not run.is_refused
-        for name, paths in found.items():
+        for key, paths in found.items():
             kind = WandbRun if wandb_files.is_run_directory(paths[0]) else KeptRun
-            run = self.runs.setdefault(name, kind(name, self._watched))
+            run = self.runs.setdefault(key, kind(key[0], self._watched))
             if run.is_busy:
                 continue
-            run.directories = wandb_files.in_order(paths)
+            run.directories = paths
             with suppress(ValueError, OSError):  # it goes just now
                 run.look(self._killed_s)
             run.doing = (self._of_open if run.is_written or run.opened else self._of_ended).submit(run.act)
 
-    def _find(self) -> Iterator[Path]:
-        for path in self._paths:
-            path.stat()
-        found = Found(self._paths, is_watched=True)
-        yield from filter(has_unsent, found.runs)
-        found.require_all_seen()
+    def _find(self) -> dict[tuple[str, str], list[Path]]:
+        """Return what is to be sent of each run, in its order. What cannot be looked at now is looked at again."""
+        looked = Found([path for path in self._paths if path not in self._away], is_watched=True)
+        self._away.update(looked.away)
+        found: dict[tuple[str, str], list[Path]] = {}
+        for path in looked.runs:
+            with noting(self._away, path):
+                if has_unsent(path):
+                    found.setdefault((_name_of(path), _project_of(path)), []).append(path)
+        for key, run in self.runs.items():
+            with noting(self._away, run.directories[0]):
+                if key not in found and run.is_to_end():
+                    found[key] = run.directories
+        in_order: dict[tuple[str, str], list[Path]] = {}
+        for key, paths in found.items():
+            with noting(self._away, paths[0]):
+                in_order[key] = wandb_files.in_order(paths)
+        before, self._problems = self._problems, [*self._away.values(), *looked.left_out()]
+        # Which directories have no run, or are another user's, is said once.
+        texts = looked.texts if before is None else []
+        for text in (*texts, *(text for text in self._problems if text not in (before or ()))):
+            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
+        return in_order
+
+    def _reason(self, path: Path) -> str:
+        """Return why a directory cannot be looked at now; empty if it can. The file of its lock goes with it."""
+        try:
+            if not path.is_dir():
+                self._locks.pop(path, RunLock()).release()
+                return f"{path} is not there: it is looked at again when it is"
+            if path not in self._locks:
+                self._locks[path] = hold(path)
+        except (TrackingError, OSError) as error:  # another process watches it, or its file system does not answer
+            return str(error)
+        return ""
+
+    def release(self) -> None:
+        """Leave the directories to other processes."""
+        for lock in self._locks.values():
+            lock.release()
 
     @property
     def is_done(self) -> bool:
         """Whether no run is open, and all is sent, or refused."""
         runs = self.runs.values()
-        return not (self._is_away or any(run.is_busy or run.is_written or not run.is_refused for run in runs))
+        return not (self._away or any(run.is_busy or run.is_written or not run.is_refused for run in runs))
 
     @property
     def is_all_sent(self) -> bool:
         """Whether everything that there was is sent."""
-        return self._is_whole and not (self.runs or self._problem)
+        return self._is_whole and not (self.runs or self._problems)
 
     def __str__(self) -> str:
         runs = list(self.runs.values())
@@ -281,8 +370,8 @@ class Watcher:
         return f"{len(runs)} runs, {count} open, {waiting} with an error, {rows} rows sent, {time.strftime('%H:%M:%S')}"
 
 
-def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_done: bool) -> int:
-    """Send what runs in and below directories log, until a signal comes. Returns the exit status of the process.
+def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_done: bool) -> NoReturn:
+    """Send what runs in and below directories log, until a signal comes. Ends the process.
 
     Args:
         paths: The directories.
@@ -292,23 +381,33 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
 
     Raises:
         TrackerUnavailableError: Another process watches one of them.
+        ValueError: One is not there.
     """
+    paths = list({path.resolve(): path for path in paths}.values())
     for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a directory")
         require_unwatched(path)
-    held = [hold(path) for path in paths]
+    watcher = Watcher(paths, killed_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_process)
-    watcher = Watcher(paths, killed_s)
-    while True:
-        watcher.look()
-        if sys.stdout.isatty():
-            _print(str(watcher))
-        if until_done and watcher.is_done:
-            break
-        time.sleep(interval_s)
-    for lock in held:
-        lock.release()
-    return int(not watcher.is_all_sent)
+    exit_code = 1
+    try:
+        while True:
+            watcher.look()
+            if _is_terminal():
+                _print(str(watcher))
+            if until_done and watcher.is_done:
+                break
+            time.sleep(interval_s)
+            if until_done and watcher.is_done:  # what is refused is tried again at each look
+                break
+        watcher.release()
+        exit_code = int(not watcher.is_all_sent)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(exit_code)  # at the interpreter's exit, W&B's client would end the open runs, whose jobs still log
 
 
 def _end_process(number: int, _: object) -> None:
@@ -335,8 +434,18 @@ def _name_of(directory: Path) -> str:
     return f"{directory.parent / outbox.run_id_of(directory)}{role}"
 
 
+def _project_of(directory: Path) -> str:
+    """Return the project of a W&B run: another one's may have the same id, and files in the same directory."""
+    return outbox.project_of(directory) if wandb_files.is_run_directory(directory) else ""
+
+
 def _print(text: str) -> None:
-    """Print a line; on a terminal over the one with the state."""
-    with _printing.lock:
-        sys.stdout.write(f"\r\033[K{text}" if sys.stdout.isatty() else text)
-        sys.stdout.flush()
+    """Print a line; on a terminal over the one with the state. Nothing, if nobody reads."""
+    with _printing.lock, suppress(OSError):
+        if sys.stdout is not None:
+            sys.stdout.write(f"\r\033[K{printable(text)}" if _is_terminal() else printable(text))
+            sys.stdout.flush()
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, agents_store, rendezvous_store
-from flyteplugins_tracking._job.starts import outer_job, stable_name, start_in
+from flyteplugins_tracking._job.starts import outer_job, program, stable_name, start_in
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
 from flyteplugins_tracking._rank.engines import Trial
@@ -161,8 +161,11 @@ def _agent_token(env: Env) -> str | None:
 
 
 def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
-    """Join job and step: a requeued job keeps its number, and each step of a job is a training run of its own."""
-    return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
+    """Join job, step and program: a requeued job keeps its number, and each step of a job is a training of its own.
+
+    A script that leaves out a step that is done gives its number to the next one.
+    """
+    return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"), program())
 
 
 def _job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:

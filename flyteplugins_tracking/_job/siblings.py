@@ -169,16 +169,24 @@ class Siblings(Duty):
         if not self._is_complete:
             self._look_for_new()
 
-    def _read_ends(self) -> None:
-        seen_at = WATCH.awake_since or time.monotonic()
-        with self._lock:
+    def at_sigterm(self) -> None:
+        self._read_ends(may_wait=False)
+
+    def _read_ends(self, *, may_wait: bool = True) -> None:
+        read_at = time.monotonic()  # before the system calls, after which this thread may wait for the interpreter
+        seen_at = WATCH.awake_since or read_at
+        if not self._lock.acquire(blocking=may_wait):
+            return  # they are read just now
+        try:
             for descriptor, _ in [] if self._running.closed else self._running.poll(0):
                 rank, pid = self._processes.pop(descriptor)
-                ended = Ended(rank, pid, _status(descriptor, pid))
+                ended = Ended(rank, pid, _status(descriptor, pid), read_at)
                 has_exited = ended.signal in (0, signal.SIGINT)
                 self._ended[rank] = ended if has_exited else replace(ended, at=seen_at)
                 self._running.unregister(descriptor)  # a forked child may have a copy, and keep it open
                 os.close(descriptor)
+        finally:
+            self._lock.release()
 
     def end(self, has_failed: bool) -> None:  # noqa: ARG002 nobody is told
         with self._lock:

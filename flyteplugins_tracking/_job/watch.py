@@ -37,7 +37,7 @@ ALONE = DistributedInfo(0, 1, 0, 1, 0, 1, launcher="no launcher")
 
 
 class Duty:
-    """A task of the thread, which alone calls these methods. If the board has gone, they raise a RuntimeError.
+    """A task of the thread, which alone calls these methods but one. If the board has gone, they raise a RuntimeError.
 
     Attributes:
         topic: The topic of its board; empty if it needs no board of the job.
@@ -61,6 +61,9 @@ class Duty:
 
     def look(self) -> None:
         """Do what there is to do."""
+
+    def at_sigterm(self) -> None:
+        """SIGTERM has come. Not called by the thread, but in the signal's handler, for one: waits for no lock."""
 
     def end(self, has_failed: bool) -> None:
         """Called last, when the function has ended or has failed. Frees what the duty holds, even if it raises."""
@@ -153,6 +156,12 @@ class Watch(PerProcess):
         if self._wake is not None:
             with suppress(BlockingIOError):  # it will look
                 os.write(self._wake[1], b".")
+
+    def at_sigterm(self) -> None:
+        """Have the duties see what was before SIGTERM: the thread may wait for the interpreter's lock."""
+        for duty in list(self._duties):
+            with suppress(Exception):  # it ends just now
+                duty.at_sigterm()
 
     def _start(self) -> None:
         if self._wake is None:

@@ -280,9 +280,11 @@ class Call(PerProcess):
         if is_off or not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
             logger.debug("%s: this rank has no run", self.tracker.name)
             # Without a job, no tracker waits for the run of the primary, which has none either.
-            restore = self.tracker.on_inactive_rank(config, None if is_off else self.info)
-            if restore is not None:
-                undo.callback(restore)
+            info = None if is_off else self.info
+            for tracker in _all_trackers(self.tracker) if is_off else [self.tracker]:
+                restore = tracker.on_inactive_rank(config, info)
+                if restore is not None:
+                    undo.callback(restore)
             return
         from flyteplugins_tracking._runs.run import open_run
 
@@ -587,6 +589,13 @@ def override_here(doubles: Doubles) -> Iterator[None]:
             yield
     finally:
         _thread_doubles.reset(token)
+
+
+def _all_trackers(tracker: Tracker) -> list[Tracker]:
+    """Return `tracker` and the built-in ones: the function's code may use the client of each."""
+    from flyteplugins_tracking.trackers.registry import BUILT_IN, find_tracker
+
+    return [tracker, *(other for other in map(find_tracker, BUILT_IN) if other is not tracker)]
 
 
 def _join_enclosing(parent: Call | None, tracker: str) -> Call | None:

@@ -17,6 +17,7 @@ from flyteplugins_tracking._job.identity import (
     identity_of_parent,
     identity_of_trial,
 )
+from flyteplugins_tracking._job.starts import outer_job, start_in
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
@@ -108,6 +109,8 @@ def _chosen_identity(call: Call) -> Identity | None:
             f"with roles=[...]{variables}; or call this task from the task that has roles=[...]"
         )
     kept = None if call.run_file is None else call.run_file.find()
+    if kept is not None and call.info is not None and call.info.launcher == "torchelastic":
+        start_in(outer_job(os.environ), call.info)  # the next start in the job has the next number
     return None if kept is None else Identity(kept)
 
 
@@ -147,6 +150,8 @@ def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, sigterm: Sigterm
     """
     config, context, info = call.config, call.context, call.info
     own = {**_job_metadata(info), **context.run_metadata}
+    if call.run_file is not None and call.run_file.uncounted:
+        own["restart_count"] = own.get("restart_count", 0) + call.run_file.uncounted
     return RunRequest(
         plan=run_plan,
         planned_run_id=planned.run_id,

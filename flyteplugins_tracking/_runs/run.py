@@ -42,6 +42,7 @@ from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackingError
 from flyteplugins_tracking.trackers.config import roles_error
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking._rank.info import DistributedInfo
     from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ def open_run(call: Call) -> Run:
             _warn_of_unused_arguments(call, planned)
             deadline = time.monotonic() + config.init_timeout_s
             run_plan = _lock_run(call, planned, undo)
+            if call.run_file is not None and call.run_file.base_id == planned.run_id:
+                call.run_file.base_id = run_plan.run_id  # another one, if that run is open in another process
             logger.debug("%s: opening %s", tracker.name, run_plan)
             request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
             require(tracker)
@@ -231,6 +234,7 @@ class Run:
         opener_exit_code: The status of the call that has opened it; None while that runs.
         opener_failure: Why that call has failed; None if it has not, or if that is not known.
         is_closed_early: Whether it was closed because the process ends, before its function has returned.
+        may_be_rank: Whether no launcher has told whether this process is one of several, and its function has not yet.
     """
 
     opener: Call
@@ -244,6 +248,10 @@ class Run:
     opener_exit_code: int | None = None
     opener_failure: Failure | None = None
     is_closed_early: bool = False
+    may_be_rank: bool = False
+
+    def __post_init__(self) -> None:
+        self.may_be_rank = self.opener.info is None and not self.opener.is_simulated
 
     def __repr__(self) -> str:
         state = "closed" if self.closed.is_set() else f"{self.users} calls"
@@ -287,7 +295,7 @@ class Run:
         """
         try:
             with self.held:
-                _warn_of_late_group(self)
+                _warn_of_late_group(self, detect_process_group() or engines.jax_world())
                 with self.warned("the run does not wait for its other writers"):
                     self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
@@ -411,21 +419,32 @@ class Run:
         return self.opener.config.run_mode == "new" and not self.plan.first
 
 
-def _warn_of_late_group(run: Run) -> None:
-    """Warn that this process was one of several, which its function alone has found out: each has had a run."""
-    is_alone = run.opener.info is None and not run.opener.is_simulated
-    group = (detect_process_group() or engines.jax_world()) if is_alone else None
-    if group is not None and group.world_size > 1:
-        logger.warning(
-            "%s: the function has connected %d ranks, of which this is rank %d. No launcher had told so at the call, "
-            "so each rank has had a run like that of a single process. Call the decorated function after %s",
-            run.tracker.name,
-            group.world_size,
-            group.rank,
-            "jax.distributed.initialize()"
-            if group.launcher == "jax"
-            else "init_process_group(), or start with torchrun",
-        )
+def _before_row() -> None:
+    """Count a row. A function that connects its ranks has mostly done so by then, and may leave them before its end."""
+    progress.count_row()
+    for run in state.runs[:]:
+        if run.may_be_rank:
+            _warn_of_late_group(run, detect_process_group())
+
+
+def _warn_of_late_group(run: Run, group: DistributedInfo | None) -> None:
+    """Warn once that this process is one of several, which its function alone has found out: each has a run.
+
+    Not on rank 0: under Lightning's own launcher, it starts the others in its function, and they have none.
+    """
+    if not run.may_be_rank or group is None:
+        return
+    run.may_be_rank = False
+    if group.rank == 0:
+        return
+    logger.warning(
+        "%s: the function has connected %d ranks, of which this is rank %d. No launcher had told so at the call, so "
+        "each rank has a run like that of a single process. Call the decorated function after %s",
+        run.tracker.name,
+        group.world_size,
+        group.rank,
+        "jax.distributed.initialize()" if group.launcher == "jax" else "init_process_group(), or start with torchrun",
+    )
 
 
 def _close_with_process() -> None:
@@ -494,8 +513,8 @@ def _for_each_run(action: Callable[[Run], object], timeout_s: float) -> None:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-MAIN_THREAD = register(MainThreadListener(end_open_runs, mark_open_runs, progress.count_row))
-_LOOP = register(LoopListener(end_open_runs, mark_open_runs, progress.count_row))
+MAIN_THREAD = register(MainThreadListener(end_open_runs, mark_open_runs, _before_row))
+_LOOP = register(LoopListener(end_open_runs, mark_open_runs, _before_row))
 _FORK_MASK = register(ForkMask())
 
 

@@ -12,10 +12,12 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from types import FrameType
 
 from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
@@ -33,6 +35,8 @@ SIGTERM, SIGUSR1, TIME_LIMIT = "SIGTERM", "SIGUSR1", "time limit"
 _LATER_S = 1.0
 # How long a signal waits for the start, which may connect to the job's store.
 _PATIENCE_S = 5.0
+# How long Slurm may take to tell a job's time limit.
+_SQUEUE_S = 5.0
 
 
 def should_stop() -> bool:
@@ -204,7 +208,7 @@ class _TimeLimit(Duty):
 def _time_limit(timeout_s: float | None) -> float | None:
     """Return when the job's time limit ends, in seconds since the epoch; None if that is not known.
 
-    Slurm 22.05 and later set SLURM_JOB_END_TIME: https://slurm.schedmd.com/sbatch.html
+    Slurm 23.02 and later set SLURM_JOB_END_TIME: https://slurm.schedmd.com/sbatch.html
 
     Args:
         timeout_s: How long the task that this process runs may take; None if that is unknown.
@@ -213,11 +217,24 @@ def _time_limit(timeout_s: float | None) -> float | None:
     if text.isdecimal():
         return float(text)
     if timeout_s is None:
-        return None
+        return _told_by_squeue(os.environ.get("SLURM_JOB_ID"))
     # The pod's process: torchelastic's agent, if this is a worker of it.
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ
     pod = proc.nearest_without("TORCHELASTIC_RUN_ID") if is_worker else os.getpid()
     return proc.started_at(pod) + timeout_s
+
+
+def _told_by_squeue(job_id: str | None) -> float | None:
+    """Return when a job of Slurm's ends, as an older Slurm tells it; None if it does not."""
+    if not job_id:
+        return None
+    command = ["squeue", "--noheader", "--format=%e", f"--jobs={job_id}"]
+    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    try:
+        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SQUEUE_S)  # noqa: S603
+        return datetime.fromisoformat(told.stdout.strip()).timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def request_of_service(service: str, otherwise: Callable[[], object]) -> None:

@@ -32,7 +32,7 @@ _REQUEST = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _NAMES = 10
 
 
-def private_directory(*parts: str, on_disk: bool = False) -> Path:
+def private_directory(*parts: str, on_disk: bool = False, is_of_machine: bool = False) -> Path:
     """Return a directory that only this user can enter. Makes it if it is missing.
 
     Processes of this user on this machine that have the same environment get the same one, unless other users have
@@ -41,23 +41,26 @@ def private_directory(*parts: str, on_disk: bool = False) -> Path:
     Args:
         *parts: Its path in the user's private directory.
         on_disk: Whether it may get more than `XDG_RUNTIME_DIR` has room for, which is in memory.
+        is_of_machine: Whether processes get the same one that have another `TMPDIR`.
 
     Raises:
         OSError: There is no such directory, and none can be made.
     """
-    for top in _candidates(on_disk):
+    for top in _candidates(on_disk, is_of_machine):
         if all(_is_made(level) for level in (top, *(top.joinpath(*parts[: end + 1]) for end in range(len(parts))))):
             return top.joinpath(*parts)
     raise OSError(errno.EACCES, f"{tempfile.gettempdir()}, /tmp and the home directory cannot have a private directory")
 
 
-def _candidates(on_disk: bool) -> Iterator[Path]:
+def _candidates(on_disk: bool, is_of_machine: bool) -> Iterator[Path]:
     """Yield the names of the user's private directory, in the order in which all its processes try them."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "-")
-    if not on_disk and runtime.is_absolute() and is_private(runtime):  # after `su`, it is the other user's
+    # After `su`, it is the other user's. On a compute node, it may come and go with a login of the user.
+    if not (on_disk or is_of_machine) and runtime.is_absolute() and is_private(runtime):
         yield runtime / _NAME
     user = f"{_NAME}-{os.geteuid()}"
-    for directory in dict.fromkeys((tempfile.gettempdir(), "/tmp")):  # noqa: S108 what is in it is checked
+    places = (tempfile.gettempdir(), "/tmp")  # noqa: S108 what is in it is checked
+    for directory in dict.fromkeys(reversed(places) if is_of_machine else places):
         for number in range(_NAMES):
             yield Path(directory, f"{user}-{number}" if number else user)
     home = Path(os.path.expanduser("~"), ".cache")
@@ -131,7 +134,10 @@ def own_file_in(directory: Path, name: str) -> Path | None:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file if it is a regular file of this user, under no second name. Never waits, and follows no link.
+    """Open a regular file of this user. Never waits, and follows no link.
+
+    A file with a second name counts only in a directory in which this user alone can make names, as in a backup by
+    `cp -al`. Elsewhere, another user may have made the name for one of this user's files.
 
     Raises:
         PermissionError: It is another user's, or anything but a file.
@@ -139,8 +145,10 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1:
-        return descriptor
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        in_mode = _own_mode(path.absolute().parent)
+        if status.st_nlink <= 1 or (stat.S_ISDIR(in_mode) and not in_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            return descriptor
     os.close(descriptor)
     raise PermissionError(errno.EPERM, "not a regular file of this user alone", str(path))
 

@@ -56,6 +56,7 @@ class _Handlers(PerProcess):
         self._errors: list[BaseException] = []  # what is to come out at the section's end
         self._is_late = False
         self._keeps_errors = False
+        self._is_over = False  # the process ends by a signal: but for Ctrl-C, no handler is called any more
         self.interrupted_at = None
 
     def after_fork_in_child(self) -> None:
@@ -80,7 +81,7 @@ class _Handlers(PerProcess):
             return None
         try:
             if not self._sections:
-                self._is_late, self._keeps_errors, self.interrupted_at = False, False, None
+                self._is_late, self._keeps_errors, self._is_over, self.interrupted_at = False, False, False, None
             self.patience_s = patience_s
             self._keeps_errors |= keeps_errors
             self._sections.add(section)
@@ -98,7 +99,8 @@ class _Handlers(PerProcess):
 
         Args:
             section: What ends. If it is in the section of another one, nothing is put back yet.
-            drops: Whether to call none: they would not run if the signal that ends the process had ended it at once.
+            drops: Whether to put back and call none, for good: they would not run if the signal that ends the process
+                had ended it at once, and what they raise would take the place of the exit.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -106,8 +108,11 @@ class _Handlers(PerProcess):
             self._sections.discard(section)
             return
         if drops:
+            self.patience_s, self._is_over = 0.0, True
+            self._sections.discard(section)
             self._waiting.clear()
             self._errors.clear()
+            return
         try:
             self._restore()  # while the signals of those that are not put back yet wait
         finally:
@@ -146,6 +151,8 @@ class _Handlers(PerProcess):
         self._hurried.discard(signum)
         if is_hurried and self._waiting.pop(signum, None) is None:
             return  # it was called when the section ended
+        if self._is_over and not self._sections and signum != signal.SIGINT:
+            return
         is_interrupt = signum == signal.SIGINT and not is_hurried
         is_second = is_interrupt and self.interrupted_at is not None
         if is_interrupt and self._sections:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))  # without `pathlib`, which a rank without a run does not load
 
@@ -23,27 +22,20 @@ def loaded(name: str) -> Any:
 
 
 class _OnImport:
-    """A finder that calls a function when another finder's module is loaded."""
+    """A finder that calls a function when another finder's module is loaded: not when somebody only looks for it."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self._name, self._action = name, action
 
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != self._name:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        finders = sys.meta_path[:]
+        if name != self._name or self not in finders:
             return None
-        self.remove()
-        from importlib.util import find_spec  # slow, and few ranks need it
-
-        spec = find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            load = loader.exec_module
-
-            def load_and_call(module: ModuleType) -> None:
-                load(module)
-                self._action()
-
-            loader.exec_module = load_and_call
+        later = (getattr(finder, "find_spec", None) for finder in finders[finders.index(self) + 1 :])
+        specs = (find(name, path, target) for find in later if find is not None)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Calling(spec.loader, self._action)
         return spec
 
     def remove(self) -> None:
@@ -51,13 +43,30 @@ class _OnImport:
             sys.meta_path.remove(self)
 
 
+class _Calling:
+    """A loader that calls a function when it has run its module. The module gets the loader that this one stands for.
+
+    That one is not changed: all modules of a zip file have one loader.
+    """
+
+    def __init__(self, loader: Any, action: Callable[[], object]) -> None:
+        self._loader, self._action = loader, action
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._action()
+
+
 def when_loaded(name: str, action: Callable[[], object]) -> Callable[[], object]:
-    """Call `action` when a module that is not in a package is loaded: now, if it is. Returns what takes that back."""
-    if loaded(name) is not None:
-        action()
-        return lambda: None
+    """Call `action` each time that a module is loaded, and now if it is. Returns what takes that back."""
     finder = _OnImport(name, action)
     sys.meta_path.insert(0, finder)
+    if loaded(name) is not None:
+        action()
     return finder.remove
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 # All but tabs and line ends: a terminal obeys some of them. And what UTF-8 cannot encode, which no service takes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# pydantic's errors: how many, the field and what is wrong with it, and the value.
+_VALIDATION = re.compile(r"\d+ validation errors? for [^\n]*\n(.*?) \[type=", re.DOTALL)
 # The most characters of a JSON string: the stacks of a process have less.
 _LONGEST_JSON = 1 << 22
 # The most digits of its integers, and its largest number: the product of two is a number still.
@@ -80,8 +82,14 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException | str) -> str:
-    """Return the first line of an error's text, without its full stop; the name of its type if it has no text."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    """Return the first line of an error's text, without its full stop; the name of its type if it has no text.
+
+    Of pydantic's errors, the first reason: it follows a line that only counts them.
+    """
+    text = str(error).strip()
+    if found := _VALIDATION.match(text):
+        text = " ".join(found[1].split())
+    lines = text.splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
 

@@ -103,10 +103,10 @@ class RecordedRun:
 
     @property
     def status(self) -> Status:
-        """Its status by exit code, as its tracker shows it: "finished" for 0, else "failed".
+        """Its status by exit code, as its tracker shows it.
 
-        After SIGTERM (143) W&B shows "preempted", and another tracker "killed"; after Ctrl-C (130) W&B shows "failed",
-        and another tracker "killed".
+        "finished" for 0, "running" while it is open, else "failed"; after SIGTERM (143) "preempted" with W&B, and
+        "killed" with another tracker; after Ctrl-C (130) "failed" with W&B, and "killed" with another tracker.
         """
         names: dict[int | None, Status] = {None: "running", 0: "finished"}
         names |= {TERMINATED: "preempted"} if self.tracker == "wandb" else {INTERRUPTED: "killed", TERMINATED: "killed"}

@@ -73,7 +73,7 @@ class WriterBarrier:
             barrier.enter()
             if board is not None and request.info is not None:
                 barrier._hosts_board = hosts_job_store(request.info)
-        barrier.is_retry |= request.is_retry
+        barrier.is_retry |= request.restart_count > 0
         return barrier
 
     @classmethod

@@ -90,10 +90,11 @@ class RunRequest(Record):
         return self.config.group or self.plan.group
 
     @property
-    def is_retry(self) -> bool:
-        """Whether this is a later attempt of the job, after a restart of its workers or a retry by Flyte."""
+    def restart_count(self) -> int:
+        """How many attempts of the run came before, told by the launcher, by Flyte, and by the file of `run_file=`."""
         known = own_values(self.run_metadata)
-        return bool(known.get("restart_count") or known.get("attempt_number"))
+        count: int = known.get("restart_count", 0) + known.get("attempt_number", 0)
+        return count
 
     @property
     def primary_rank(self) -> int:

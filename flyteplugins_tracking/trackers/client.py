@@ -47,6 +47,8 @@ _MOST_CHANGES, _LONGEST_VALUE = 10, 60
 
 # The functions that `join_calls` has put in the place of a client's.
 _joining: set[Callable[..., Any]] = set()
+# Where a run's arguments are set. `flyteplugins-tracking run` has options for them.
+ARGUMENTS_OF = ["tracking_init"]
 
 Status = Literal["finished", "failed", "killed"]
 
@@ -113,7 +115,7 @@ class ClientHandle(Handle):
         self._path = RowPath(title, self._gate, request.sigterm.before_row, self._values.clean, roles)
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
-        self._restart_count = restart_count_of(request) if request.plan.primary else 0
+        self._restart_count = request.restart_count if request.plan.primary else 0
         self._told_status: int | None = None  # that of the function's own first end of the run, which ends nothing
 
     @abstractmethod
@@ -183,6 +185,8 @@ class ClientHandle(Handle):
         known = config if isinstance(config, Mapping) else {}
         if not self.request.plan.primary:
             return {}
+        if self._told_status is not None:
+            warn_of_another(self._warn_once, self._title, call, self.id, given)
         values = plain_config(given.get("config") or None)
         new = {
             key: value for key, value in values.items() if key not in known and not key.startswith(self.vendors_keys)
@@ -254,13 +258,6 @@ def refuse_to_pickle() -> NoReturn:
         "a run cannot be pickled, since it belongs to the process that opened it: pass values of it to the other "
         "process, or call get_run() there"
     )
-
-
-def restart_count_of(request: RunRequest) -> int:
-    """Return the number of earlier attempts of the job, by its launcher and by Flyte."""
-    known = own_values(request.run_metadata)
-    count: int = known.get("restart_count", 0) + known.get("attempt_number", 0)
-    return count
 
 
 def prefix_of(request: RunRequest) -> str:
@@ -350,10 +347,15 @@ def join_calls(original: Callable[..., Any], join: Callable[[Mapping[str, Any]],
     if original in _joining:
         return
     signature = inspect.signature(original)
+    # That of a wrapper of another package, as Pluto's, takes all arguments so.
+    others = [name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD]
 
     @functools.wraps(original)
     def joining(*args: Any, **kwargs: Any) -> Any:
-        run = join(signature.bind(*args, **kwargs).arguments)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        for name in others:
+            given.update(given.pop(name, {}))
+        run = join(given)
         return original(*args, **kwargs) if run is None else run
 
     _joining.add(joining)
@@ -365,9 +367,21 @@ def warn_of_placed(warn_once: WarnOnce, title: str, call: str, run_id: str | Non
     if kept:
         text = (
             "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
-            "set. Without effect: %s. Pass these to tracking_init"
+            "set. Without effect: %s. Pass these to %s"
         )
-        warn_once(call, text, title, call, run_id, ", ".join(kept))
+        warn_once(call, text, title, call, run_id, ", ".join(kept), ARGUMENTS_OF[-1])
+
+
+def warn_of_another(
+    warn_once: WarnOnce, title: str, call: str, run_id: str | None, given: Mapping[str, Any], more: str = ""
+) -> None:
+    """Warn once about a call that would open another run, after the script has ended the one before."""
+    if run_id not in (given.get("id"), given.get("run_id")):
+        text = (
+            "%s: %s() opens no other run after the end of one: it returns run %s again, which has the rows of both. "
+            "For a run each, %sdecorate the function that has one with tracking_init, without a run around it"
+        )
+        warn_once("another", text, title, call, run_id, more)
 
 
 def warn_of_changes(

@@ -69,7 +69,16 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     "str": lambda name, value: check_text(name, value, is_optional=False),
     "str | None": check_text,
     # The registry checks `tracker`; `__post_init__` checks the others.
-    **dict.fromkeys(("Any", "Sequence[str] | None", "Mapping[str, Any]", "frozenset[str]"), lambda *_: None),
+    **dict.fromkeys(
+        (
+            "Any",
+            "Sequence[str] | None",
+            "Sequence[str] | Mapping[str, Any] | None",
+            "Mapping[str, Any]",
+            "frozenset[str]",
+        ),
+        lambda *_: None,
+    ),
 }
 
 
@@ -104,12 +113,14 @@ class TrackingConfig(Record):
     returns the same int on every rank. No effect with "new" and outside a distributed job."""
 
     id: str | None = None
-    """The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on one."""
+    """The base of the run ids: the same on every rank, and another for each job, but for those that log to one run with
+    `roles` and `role`. By default the ranks agree on one."""
 
     run_file: str | None = None
     """A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that finds it goes
-    on in the run. When the function has returned, the next job has a new run. Only the first rank with a run needs to
-    see the file. Not together with `id` and `role`."""
+    on in the run. A function that returns by itself has finished the training: the next job has a new run. After a stop
+    by `should_stop()`, the next job goes on in this one. Only the first rank with a run needs to see the file. Not
+    together with `id` and `role`."""
 
     roles: Sequence[str] | None = None
     """The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
@@ -124,13 +135,13 @@ class TrackingConfig(Record):
     """The runs' project; None for the tracker's default."""
 
     group: str | None = None
-    """The runs' group, instead of the planned one."""
+    """The runs' group, instead of the one that `run_mode` and `rank_scope` give."""
 
     name: str | None = None
     """The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts."""
 
-    tags: Sequence[str] | None = None
-    """The run's tags."""
+    tags: Sequence[str] | Mapping[str, Any] | None = None
+    """The run's tags. A mapping gives tags such as "team=vision", from which MLflow gets the key and the value."""
 
     notes: str | None = None
     """The run's notes."""
@@ -153,15 +164,16 @@ class TrackingConfig(Record):
     """Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may take 30 s more."""
 
     kill_after_s: float = 30.0
-    """Seconds between SIGTERM and SIGKILL. 30 is the default of torchrun, Slurm (KillWait) and Kubernetes
-    (terminationGracePeriodSeconds). After a SIGTERM, a loop that calls `should_stop()` and the run's end have 25 of 30
-    seconds: all but the last 5, or half if there are fewer than 10. Without a SIGTERM, the run's end lasts while the
-    service takes data, and gives up when nothing has moved for 25 s. In a shared run, the rank that ends it waits in
-    the same way for the other ranks."""
+    """How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of torchrun, Slurm
+    (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()` and the run's end have
+    all but the last 5 s of it, which is 25 s by default; or half of it, if it is below 10. At an end without a SIGTERM
+    there is no limit while the service takes data; when nothing has moved for 25 s, the library gives up. In a shared
+    run, the rank that ends it waits in the same way for the other ranks."""
 
     hang_timeout_s: float | None = None
-    """Seconds without a row and without a `heartbeat()` after which the run and the primary's log say where each rank
-    is, and each rank's log has its stacks. Nothing is ended. None for never."""
+    """If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each rank is to the
+    run and to the log of the rank with the run. Each rank writes its stacks to its own log. Nothing is ended. None for
+    never."""
 
     pulse_s: float | None = None
     """Seconds between two measurements of which rank is slow and of how busy each node is. After each, the next row of
@@ -177,8 +189,8 @@ class TrackingConfig(Record):
     """In a shared run, put `rank_{rank}/` before the keys that a rank logs."""
 
     step_metric: str = "global_step"
-    """The name of the column that has the `step=` of `log`, where the service cannot have it as the row's own step: in
-    a shared run, whose ranks share one step counter, and after a job has gone back to its checkpoint."""
+    """In two cases the service cannot use the `step=` of `log`: in a shared run, whose ranks share one step counter,
+    and after a job has gone back to its checkpoint. The `step=` is then in the column of this name."""
 
     download_logs: bool = False
     """Make the run's local files an output of the Flyte task, if the task has no Elastic."""
@@ -216,6 +228,8 @@ class TrackingConfig(Record):
         field_values = {name: value for name, value in arguments.items() if name in OWN_ARGUMENTS}
         if "tags" in field_values:
             field_values["tags"] = _tags(field_values["tags"])
+        if isinstance(field_values.get("run_file"), os.PathLike):
+            field_values["run_file"] = os.fspath(field_values["run_file"])
         given = {name: value for name, value in field_values.items() if name not in _MAY_BE_EMPTY or is_given(value)}
         others = {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS}
         options = {name: value if is_given(value) else None for name, value in others.items()}
@@ -231,6 +245,8 @@ class TrackingConfig(Record):
             if self.run_file is not None and getattr(self, name) is not None:
                 value = getattr(self, name)
                 raise ConfigError(f"{name}={value!r} names the run, and so does run_file=: pass one of the two")
+        if "://" in (self.run_file or ""):
+            raise ConfigError(f"run_file={self.run_file!r} is an address: pass the path of a file on a disk")
 
     def _check_roles(self) -> None:
         for name in (*(self.roles or ()), *filter(None, [self.role])):
@@ -342,9 +358,11 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tags(value: Any) -> Any:
-    """Return tags without empty ones; None if there are no others. W&B takes one tag as a string too."""
+    """Return tags without empty ones; None if there are no others. W&B takes a string too, and MLflow a mapping."""
     if isinstance(value, str):
         value = [value]
+    if isinstance(value, Mapping):
+        value = [f"{key}={text}" for key, text in value.items()]
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         return value
     tags = tuple(value)

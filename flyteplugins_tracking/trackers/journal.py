@@ -13,10 +13,10 @@ that a damaged byte, or a line that a full disk has cut off, costs its own line 
 Who sends a journal while another machine writes it cannot add an `acknowledged` to the file: on NFS, two machines that
 append overwrite each other's lines. That line is in a file beside it then, `NAME.journal.txt.sent`, as one of
 
-    CRC sending COUNT STEP    the service has the first COUNT records, and perhaps some more
-    CRC sent COUNT STEP       it has no more
+    CRC sending COUNT STEP REJECTED    the service has the first COUNT records, and perhaps some more
+    CRC sent COUNT STEP REJECTED       it has no more
 
-where STEP is that of the next row without a step.
+where STEP is that of the next row without a step, and REJECTED how many rows of these records the service has rejected.
 
 A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is JSON that no service's format is in:
 
@@ -91,12 +91,14 @@ class Sent(NamedTuple):
         last_step: The run's last step then: a row without a step gets the next one. None if it is not known.
         position: Where they end in the file; 0 if that is not known.
         is_sending: Whether the service may have some more: these get the same steps again.
+        rejected_rows: How many of their rows the service has rejected.
     """
 
     records: int = 0
     last_step: int | None = None
     position: int = 0
     is_sending: bool = False
+    rejected_rows: int = 0
 
 
 class Journal(PerProcess):
@@ -304,20 +306,22 @@ class StoredJournal:
 
     def lines(self, *, also_sent: bool = False) -> Iterator[Line]:
         """Yield the lines of these records. One that is no line is left out: its writer was no version of this."""
-        return _with_steps(lines_of(self.name, self.entries(also_sent=also_sent)), self.sent().last_step)
+        return self._lines_of(self.entries(also_sent=also_sent), self.sent().last_step)
 
     def sent(self) -> Sent:
         """Return what a sender has sent while the journal was written."""
         for name, text in _parsed(self._note):
-            count, _, step = text.partition(b" ")
-            if name in (_SENDING, _SENT) and _is_number(count) and _is_number(step):
-                return Sent(int(count), int(step) - 1, is_sending=name == _SENDING)
+            numbers = text.split(b" ")
+            if name in (_SENDING, _SENT) and len(numbers) == 3 and all(map(_is_number, numbers)):
+                count, step, rejected = map(int, numbers)
+                return Sent(count, step - 1, is_sending=name == _SENDING, rejected_rows=rejected)
         return Sent()
 
     def note(self, sent: Sent) -> None:
         """Keep what is sent, also before what follows is: whoever sends that again gives it the same steps."""
         step = -1 if sent.last_step is None else sent.last_step
-        replace_whole(self._note, _line(_SENDING if sent.is_sending else _SENT, b"%d %d" % (sent.records, step + 1)))
+        numbers = b"%d %d %d" % (sent.records, step + 1, sent.rejected_rows)
+        replace_whole(self._note, _line(_SENDING if sent.is_sending else _SENT, numbers))
 
     def new_lines(self, sent: Sent, *, is_written: bool) -> tuple[list[Line], Sent]:
         """Return lines that have come since, at most 1,000, and where they end: `sent` itself if there are none.
@@ -336,8 +340,13 @@ class StoredJournal:
                 position += len(line)
                 entries += (entry for entry in _entries([(name, text)]) if entry.number >= sent.records)
         records = entries[-1].number + 1 if entries else sent.records
-        lines = list(_with_steps(lines_of(self.name, entries), sent.last_step))
+        lines = list(self._lines_of(entries, sent.last_step))
         return lines, sent._replace(records=records, position=position)
+
+    def _lines_of(self, entries: Iterable[Entry], last_step: int | None) -> Iterator[Line]:
+        """Yield lines. Those of a run that was only kept have "is_kept": their rows are as they were logged."""
+        mark = {"is_kept": True} if self.header.get("is_kept") else {}
+        return ({**line, **mark} for line in _with_steps(lines_of(self.name, entries), last_step))
 
     @property
     def _note(self) -> Path:
@@ -358,8 +367,11 @@ class StoredJournal:
             os.close(file)
 
     def remove(self, is_bad: bool = False) -> None:
-        """Remove the file: the service has all records. A damaged one, and any one if `is_bad`, gets another name."""
-        if is_bad or not all(name for name, _ in _parsed(self.path)):
+        """Remove the file: the service has all records.
+
+        It gets another name if it is damaged, if rows of it were rejected while it was written, or if `is_bad`.
+        """
+        if is_bad or self.sent().rejected_rows or not all(name for name, _ in _parsed(self.path)):
             with suppress(OSError):
                 self.path.rename(f"{self.path}{_BAD}")
         else:

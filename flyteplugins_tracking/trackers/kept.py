@@ -24,7 +24,7 @@ from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, Sent, StoredJournal, encode, stored
-from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
+from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -211,9 +211,11 @@ class OutboxHandle(client.ClientHandle):
                     break
                 if lines:
                     journal.note(sent._replace(is_sending=True))
+                    rejected = self.rejected_rows
                     rows += self._outbox.send_now(lines)
+                    after = after._replace(rejected_rows=sent.rejected_rows + self.rejected_rows - rejected)
                     records = after.records - ("exit_code" in lines[-1])  # who ends the run later needs that
-                    journal.note(Sent(records, self.steps.last))
+                    journal.note(Sent(records, self.steps.last, rejected_rows=after.rejected_rows))
                 self._followed[journal.path] = after._replace(is_sending=False)
         return rows
 
@@ -399,6 +401,7 @@ def open_or_keep(
         HANDLERS.raise_errors()
         text, is_outage = f"{tracker.title} cannot be used: {error}. {error.fix}", error.is_outage
         unavailable = TrackerUnavailableError(text, client.LOCAL_FILES if is_outage else "", is_outage=is_outage)
+        unavailable.__cause__ = error
     if not client.degrades(request, unavailable):
         raise unavailable
     kept = KeptHandle(request, tracker)
@@ -427,9 +430,10 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "id": run_id,
         "group": request.plan.group,
         "primary": request.plan.primary,
-        "attempt": client.restart_count_of(request),
+        "attempt": request.restart_count,
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "run_metadata": dict(request.run_metadata),
+        "servers": servers_of(tracker.name),
     }
 
 

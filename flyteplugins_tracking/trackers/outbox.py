@@ -168,7 +168,7 @@ class Outbox(PerProcess):
             before_removal: Called before that, with the journal.
         """
         self.rows = 0  # how many rows were put and not sent
-        self.rejected_rows = 0  # how many rows were given to the sink in vain, and are lost
+        self.rejected_rows = 0  # how many rows were given to a sink in vain, and are lost; of earlier ones, also before
         self.directory = str(journal.directory)
         self._title, self._run_id = title, run_id
         self._journal, self._sink, self._earlier = journal, sink, deque(earlier)
@@ -316,13 +316,15 @@ class Outbox(PerProcess):
             if not self._deliver(batch):
                 return False
             rows += _rows(batch)
+        rows -= self.rejected_rows - rejected_before
+        self.rejected_rows += journal.sent().rejected_rows
         rejected = self.rejected_rows - rejected_before
-        rows -= rejected
         self._before_removal(journal)
         journal.remove(is_bad=rejected > 0)
-        if rows:
-            text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s"
-            logger.warning(text, self._title, self._run_id, rows, self._title, journal.path.parent)
+        if rows or rejected:
+            text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s%s"
+            values = self._title, self._run_id, rows, self._title, journal.path.parent, but_for(rejected)
+            logger.warning(text, *values)
         return True
 
     def _next_batch(self) -> list[Entry]:
@@ -413,6 +415,12 @@ def _rows(lines: Iterable[Line]) -> int:
     return sum("row" in line for line in lines)
 
 
+def but_for(rejected_rows: int) -> str:
+    """Return how a sentence goes on that something was sent."""
+    text = f", but for {rejected_rows} rows that the service rejects: the files are kept as *.bad"
+    return text if rejected_rows else ""
+
+
 def how_to_send(directories: str | Sequence[str], arguments: Mapping[str, Any] | None = None) -> str:
     """Return the command, for a shell, that sends what a directory has and its service has not.
 
@@ -429,6 +437,12 @@ def servers_in(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return the servers that a run's arguments name, by the variables that name them where the run is sent."""
     named = {**arguments, **_servers_in_settings(arguments)}
     return {variable: str(named[name]) for name, variable in _SERVERS.items() if named.get(name)}
+
+
+def servers_of(tracker: str) -> dict[str, str]:
+    """Return the servers of a tracker that this process's variables name."""
+    of_tracker = (variable for variable in _SERVERS.values() if variable.startswith(tracker.upper()))
+    return {one: without_credentials(os.environ[one]) for one in of_tracker if os.environ.get(one)}
 
 
 def arguments_to_send(arguments: Mapping[str, Any]) -> dict[str, Any]:

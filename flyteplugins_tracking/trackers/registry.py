@@ -18,14 +18,14 @@ from flyteplugins_tracking.trackers.base import Feature, Tracker
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
-_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
+BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
 # A tracker that knows nothing of roles takes none.
 _MEMBERS = [name for name in vars(Tracker) if not name.startswith("_") and name != "takes_roles"] + ["name", "title"]
 
 
 def names_of_trackers() -> list[str]:
     """Return the names for `tracker=`: of the built-in trackers and of those that other packages have registered."""
-    return list(dict.fromkeys([*_BUILT_IN, *_registered()]))
+    return list(dict.fromkeys([*BUILT_IN, *_registered()]))
 
 
 def find_tracker(tracker: str | Tracker) -> Tracker:
@@ -36,11 +36,11 @@ def find_tracker(tracker: str | Tracker) -> Tracker:
     """
     if not isinstance(tracker, str):
         return _as_tracker(tracker, "tracker=")
-    if tracker in _BUILT_IN:
-        built_in: Tracker = importlib.import_module(_BUILT_IN[tracker]).TRACKER
+    if tracker in BUILT_IN:
+        built_in: Tracker = importlib.import_module(BUILT_IN[tracker]).TRACKER
         return built_in
     registered = _registered()
-    check_choice("tracker", tracker, [*_BUILT_IN, *registered])
+    check_choice("tracker", tracker, [*BUILT_IN, *registered])
     source = f"the entry point {tracker!r} of {ENTRY_POINTS}"
     try:
         loaded = registered[tracker].load()
@@ -103,7 +103,7 @@ def check_propagated(config: TrackingConfig) -> None:
     default_arguments = find_tracker(config.tracker).arguments
     known = {name: value for name, value in config.options.items() if name in default_arguments}
     others = config.options.keys() - known.keys()
-    allowed = _known_to_any(others) | {name for built_in in _BUILT_IN for name in find_tracker(built_in).arguments}
+    allowed = _known_to_any(others) | {name for built_in in BUILT_IN for name in find_tracker(built_in).arguments}
     check_arguments("tracking_init", others, allowed | OWN_ARGUMENTS)
     check_config(replace(config, options=known))
 
@@ -124,7 +124,7 @@ _FEATURE_ARGUMENTS: dict[Feature, tuple[str, Callable[[TrackingConfig], bool]]] 
 def _known_to_any(names: Collection[str]) -> set[str]:
     """Return those of `names` that are a tracker's own arguments. Loads registered trackers only if necessary."""
     known, unknown = set[str](), set(names)
-    for tracker in (*_BUILT_IN, *_registered()):
+    for tracker in (*BUILT_IN, *_registered()):
         if not unknown:
             break
         with suppress(Exception):  # a registered tracker may be broken, and the user may not use it

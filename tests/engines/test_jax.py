@@ -91,6 +91,5 @@ def test_a_function_that_initialises_jax_itself_is_warned(tmp_path):
         done, _ = trained(tmp_path, server, late=True)
         assert [one.returncode for one in done] == [0, 0], done
         assert len(server.runs) == 2
-        for rank, one in enumerate(done):
-            assert f"the function has connected 2 ranks, of which this is rank {rank}" in one.output
-            assert "after jax.distributed.initialize()" in one.output
+        assert "the function has connected 2 ranks, of which this is rank 1" in done[1].output
+        assert "after jax.distributed.initialize()" in done[1].output

@@ -44,6 +44,7 @@ def python(how: str) -> list[str]:
         ("spark_driver", "pyspark", "torchelastic"),
         ("spawn", "torch", "env"),
         pytest.param("spawn_rank", "torch", "env_rank", marks=pytest.mark.wide),
+        ("spawn_group_outside", "torch", "process_group"),
     ],
 )
 def test_rank_0_of_the_engine_alone_has_the_run(tmp_path, how, package, launcher):
@@ -63,6 +64,7 @@ def check(server: WandbServer, seen: list[dict[str, Any]], launcher: str) -> Non
     assert ([(row["rank"], row["step"]) for row in run.rows], run.exit_codes) == ([(0, 0), (0, 1), (0, 2)], [0])
 
 
+@pytest.mark.wide  # two machines are in `make test-all`
 def test_accelerate_launch_on_one_machine(tmp_path):
     need("accelerate")
     with WandbServer() as server:
@@ -131,6 +133,7 @@ def test_of_two_processes_with_the_same_rank_the_second_gets_a_run_of_its_own_an
         assert f"run same is open in another process or thread: this one is {second}" in done.output
 
 
+@pytest.mark.wide
 def test_of_two_processes_with_the_same_rank_and_no_id_each_has_a_run(tmp_path):
     with WandbServer() as server:
         (done,), seen = trained(tmp_path, server, python("spawn_same_without_id"))
@@ -144,5 +147,4 @@ def test_a_group_that_the_function_makes_itself_is_warned_of(tmp_path):
         (done,), _ = trained(tmp_path, server, python("spawn_group_inside"))
         assert done.returncode == 0, done.output
         assert len(server.runs) == 2
-        for rank in range(2):
-            assert f"the function has connected 2 ranks, of which this is rank {rank}" in done.output
+        assert done.output.count("the function has connected 2 ranks, of which this is rank 1") == 1

@@ -373,9 +373,10 @@ def test_every_row_of_every_rank_arrives_once_whichever_process_of_a_shared_run_
     ("when", "run_mode"),
     [
         ("it starts", "shared"),
-        pytest.param("it starts", "auto", marks=pytest.mark.wide),
-        pytest.param("it opens the run", "shared", marks=pytest.mark.wide),
-        ("it opens the run", "auto"),
+        *(
+            pytest.param(when, run_mode, marks=pytest.mark.wide)
+            for when, run_mode in (("it starts", "auto"), ("it opens the run", "shared"), ("it opens the run", "auto"))
+        ),
     ],
 )
 def test_wandb_cores_that_die_while_a_run_ends_cost_no_row(tmp_path, run_mode, when):

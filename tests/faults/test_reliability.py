@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from support import jobs
 from support.harness import job
 from support.loopback import Fault
 
+from faults.__main__ import BEGIN, END
 from faults.matrix import CASES, down_to_the_end
 
 # If a signal comes as torch's agent enters the wrapper that measures its calls, before the wrapper notes the time, the
@@ -26,6 +28,15 @@ def test_the_run_tells_the_truth_and_loses_nothing(case, tmp_path):
     if AGENT_FAILED in found.output:
         found = case.run(tmp_path / "again")
     assert case.wrong(found) == [], found.output
+
+
+def test_the_page_has_each_fault_of_the_matrix_and_none_went_wrong():
+    """`make reliability` writes it. A case that is new, renamed or removed since would not be on the page."""
+    page = (Path(__file__).parents[2] / "docs" / "about" / "guarantees.md").read_text()
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[3:]] == [
+        case.fault for case in CASES
+    ]
 
 
 @pytest.mark.full

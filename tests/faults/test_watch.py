@@ -5,13 +5,17 @@ The job's process and the watcher are killed at random moments. `killed_training
 
 from __future__ import annotations
 
+import os
+import pty
 import random
+import shutil
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +25,7 @@ from support import backends, jobs
 from support.harness import ends, job, torchrun
 from support.kills import Kill, journals_left, kill_process, kill_with_children, logged, moments
 from support.loopback import Fault
+from support.users import NOBODY, needs_root
 from support.waiting import wait_until
 
 _moments = random.Random(45)
@@ -52,13 +57,18 @@ class Cluster:
     def watch(self, *options: str) -> jobs.Process:
         return self.start("--watch", "--interval", "0.2", "--killed-after", "2", *options)
 
-    def start(self, *options: str) -> jobs.Process:
-        command = [sys.executable, "-m", "flyteplugins_tracking", "send", *options, str(self.directory)]
-        self.started.append(jobs.start(command, self.directory, self.backend.environment()))
+    def start(
+        self,
+        *options: str,
+        program: Sequence[str] = ("-m", "flyteplugins_tracking"),
+        env: Mapping[str, str] | None = None,
+    ) -> jobs.Process:
+        command = [sys.executable, *program, "send", *options, str(self.directory)]
+        self.started.append(jobs.start(command, self.directory, {**self.backend.environment(), **(env or {})}))
         return self.started[-1]
 
-    def send(self, *options: str) -> jobs.Done:
-        return jobs.finish(self.start(*options), self.directory)
+    def send(self, *options: str, env: Mapping[str, str] | None = None) -> jobs.Done:
+        return jobs.finish(self.start(*options, env=env), self.directory)
 
     def runs(self) -> list[backends.Kept]:
         if isinstance(self.backend, backends.PlutoBackend) and self.resends:
@@ -118,9 +128,28 @@ def end(process: jobs.Process, number: int = signal.SIGKILL) -> int:
     return process.returncode
 
 
+BREAKS = """
+import sys
+from pathlib import Path
+from flyteplugins_tracking.__main__ import main
+from flyteplugins_tracking._commands.watch import Watcher
+looks = Watcher.look
+Watcher.look = lambda watcher: 1 / 0 if Path("breaks").exists() else looks(watcher)
+sys.exit(main())
+"""
+
+
 def test_a_wandb_run_without_network_is_live_and_has_its_true_state(tmp_path):
     with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.watch()
+        attempt, watcher = here.start_job(), here.start("--watch", "--interval=0.2", program=("-c", BREAKS))
+        here.wait_for_more_rows(watcher)
+        (here.directory / "breaks").touch()
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 1
+        assert "ZeroDivisionError" in done.output
+        assert here.state == "running"
+
+        watcher = here.watch()
         here.wait_for_more_rows(watcher)
         here.wait_for_more_rows(watcher)
         assert here.state == "running"
@@ -248,6 +277,42 @@ def test_a_wandb_core_that_dies_is_replaced(tmp_path):
         assert here.state == "finished"
 
 
+STALLED_SOON = """
+import sys
+from flyteplugins_tracking.__main__ import main
+from flyteplugins_tracking.trackers.wandb import live
+live._ASKED_S, live._STALLED_S, live.Taken._limit_s = 0.5, 5.0, 5.0
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        (Fault.status(401, only="filestream"), 1),
+        *(pytest.param(Fault.status(code, only="filestream"), 15, marks=pytest.mark.wide) for code in (409, 503)),
+    ],
+)
+def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_path, fault, seconds):
+    """wandb-core sends no row after a refusal, and says nothing. A run that is only away is opened again too."""
+    with cluster(tmp_path, "wandb") as here:
+        attempt = here.start_job()
+        watcher = here.start("--watch", "--interval", "0.5", "--until-done", program=("-c", STALLED_SOON))
+        here.wait_for_more_rows(watcher)
+        with here.backend._server.failing(fault):
+            here.backend._server.wait_for(lambda: fault.hits)
+            time.sleep(seconds)
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+        (here.directory / "stop").touch()
+        assert jobs.finish(attempt, here.directory).returncode == 0
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        assert seconds > 1 or done.output.count("W&B does not take the rows") == 1, done.output
+        here.assert_each_once()
+        assert here.state == "finished"
+
+
 @pytest.mark.parametrize(
     ("options", "tracker"),
     [
@@ -320,9 +385,225 @@ def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
         else:
             started.go()
         process.communicate()
+        env = {**env, "WANDB_MODE": "offline"}  # that of the jobs may be set on the login node too
         done = jobs.run([*command, "--killed-after", "2", str(tmp_path)], tmp_path, env)
         assert done.returncode == 0, done.output
         found = started.outcome()
     assert found.logged <= found.arrived
     assert found.duplicates == 0
     assert found.state == ("failed" if is_killed else "finished")
+
+
+@pytest.mark.wide
+def test_a_run_whose_directory_is_renamed_goes_on(tmp_path):
+    """It is another run for the watcher, which has it open: as if an attempt online had had it meanwhile."""
+    with cluster(tmp_path, "wandb") as here:
+        attempt, watcher = here.start_job(), here.watch()
+        here.wait_for_more_rows(watcher)
+        (here.directory / "wandb").rename(here.directory / "renamed")
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+        end(attempt)
+        wait_until(lambda: here.state == "failed" and not journals_left(here.directory), watcher)
+        here.assert_each_once()
+
+
+def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_does_not_stop_the_others(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        other, missing, file = here.directory / "other", here.directory / "missing", here.directory / "file"
+        other.mkdir()
+        file.touch()
+        for path in (missing, file):
+            refused = here.send("--watch", str(path))
+            assert (refused.returncode, refused.output) == (1, f"cannot send: {path} is not a directory\n")
+
+        attempt, watcher = here.start_job(), here.watch("--until-done", str(other))
+        here.wait_for_more_rows(watcher)
+        shutil.rmtree(other)
+        here.wait_for_more_rows(watcher)
+        (here.directory / "stop").touch()
+        assert jobs.finish(attempt, here.directory).returncode == 0
+        wait_until(lambda: here.state == "finished", watcher)
+        time.sleep(1)
+        assert watcher.poll() is None
+        other.mkdir()
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        assert done.output.count(f"{other} is not there") == 1
+        here.assert_each_once()
+
+
+def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
+    """As `wandb sync` does it."""
+    with cluster(tmp_path, "wandb") as here:
+        attempt, watcher = here.start_job(), here.watch("--until-done")
+        here.wait_for_more_rows(watcher)
+        (file,) = here.directory.glob("wandb/offline-run-*/*.wandb")
+        mark = Path(f"{file}.synced")
+        mark.touch()
+        here.wait_for_more_rows(watcher)
+        attempt.kill()
+        mark.touch()
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        here.assert_each_once()
+        assert here.state == "failed"
+
+
+BARE = """
+import sys, time, wandb
+from pathlib import Path
+quick = wandb.Settings(x_transaction_log_flush_interval=0.05, x_disable_stats=True)
+run = wandb.init(project="p", id="run", settings=quick)
+for row in range(20):
+    while not Path(f"go-{row // 10}").exists():
+        time.sleep(0.01)
+    run.log({"row": row})
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("goes", [0, pytest.param(1, marks=pytest.mark.wide)])
+def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path, goes):
+    """Only its file tells that the client lives: a job that loads its data, or that was stopped, looks killed."""
+    with cluster(tmp_path, "wandb") as here:
+        here.started.append(jobs.start([sys.executable, "-c", BARE], here.directory))
+        wait_until(lambda: list(here.directory.glob("wandb/*/*.wandb")), here.started[-1])
+        for number in range(goes):
+            (here.directory / f"go-{number}").touch()
+        done = here.send("--watch", "--until-done", "--interval", "0.2", "--killed-after", "1")
+        assert done.returncode == 0, done.output
+        for number in range(2):
+            (here.directory / f"go-{number}").touch()
+        assert jobs.finish(here.started[0], here.directory).returncode == 0
+        for options in ((), ("--watch", "--until-done")):
+            done = here.send(*options)
+            assert done.returncode == 0, done.output
+            run = here.backend._server.run("run")
+            assert [(row["_step"], row["row"]) for row in run.rows] == [(row, row) for row in range(20)]
+            assert run.state == "finished"
+
+
+def test_the_console_name_tags_summary_and_metadata_of_a_wandb_run_are_sent_while_it_logs(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        logs = "print('row', row, flush=True); run.tags = ['later']; run.name = 'renamed'; time.sleep(0.3); run.log("
+        sets = "run.define_metric('row', summary='min'); run.summary['set'] = 1\nfor row in"
+        code = BARE.replace("run.log(", logs).replace("for row in", sets)
+        here.started.append(jobs.start([sys.executable, "-c", code], here.directory))
+        (here.directory / "go-0").touch()
+        wait_until(lambda: list(here.directory.glob("wandb/*/*.wandb")), here.started[-1])
+
+        def lines() -> list[str]:
+            return [line.partition(" ")[2] for run in here.backend._server.runs for line in run.log]
+
+        watcher = here.watch("--until-done", "--killed-after", "20")
+        wait_until(lambda: "row 9" in lines() and len(here.backend._server.runs[0].rows) == 10, watcher)
+        (run,) = here.backend._server.runs
+        assert run.state == "running"
+        wait_until(lambda: (run.summary["set"], run.summary["row"]) == (1, {"min": 0}), watcher)
+        here.kill(watcher)
+        watcher = here.watch("--until-done", "--killed-after", "20")
+        (here.directory / "go-1").touch()
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        rows = [line for line in lines() if line.startswith("row")]
+        assert list(dict.fromkeys(rows)) == [f"row {row}" for row in range(20)]
+        assert {line for line in rows if rows.count(line) > 1} <= {"row 9"}  # it may stand behind its row in the file
+        assert not any("is open" in line for line in lines())  # what the watcher prints
+        assert run.files.keys() >= {"output.log", "wandb-metadata.json"}
+        assert (run.tags, run.name) == (["later"], "renamed")
+        assert (run.summary["set"], run.summary["row"]) == (1, {"min": 0})
+
+
+@pytest.mark.parametrize("tracker", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)])
+def test_a_watcher_without_a_key_ends_with_an_error_and_asks_nobody(tmp_path, tracker):
+    with cluster(tmp_path, tracker) as here:
+        (here.directory / "stop").touch()
+        assert jobs.finish(here.start_job(), here.directory).returncode == 0
+        env = jobs.environment(here.directory, **here.backend.environment())
+        env = {name: value for name, value in env.items() if not name.endswith(("API_KEY", "API_TOKEN"))}
+        main, terminal = pty.openpty()
+        try:
+            command = [
+                sys.executable,
+                "-m",
+                "flyteplugins_tracking",
+                "send",
+                "--watch",
+                "--until-done",
+                "--interval=0.2",
+            ]
+            done = subprocess.run(
+                [*command, str(here.directory)], env=env, stdin=terminal, stdout=terminal, stderr=terminal, timeout=60
+            )
+            output = os.read(main, 1 << 16).decode()
+        finally:
+            os.close(main)
+            os.close(terminal)
+        assert done.returncode == 1, output
+        assert output.count("there is no API key for") == 1
+        assert here.state == "not there"
+
+
+@pytest.mark.parametrize(
+    ("tracker", "env"),
+    [
+        pytest.param("wandb", {"WANDB_API_KEY": "0" * 40}, marks=pytest.mark.wide),
+        ("trackio", {"TRACKIO_DIR": "/dev/null"}),
+    ],
+)
+def test_what_does_not_pass_by_itself_ends_the_watcher(tmp_path, tracker, env):
+    with cluster(tmp_path, tracker) as here:
+        (here.directory / "stop").touch()
+        assert jobs.finish(here.start_job(), here.directory).returncode == 0
+        done = here.send("--watch", "--until-done", "--interval=0.2", env=env)
+        assert done.returncode == 1, done.output
+        assert done.output.count("not sent") == 1
+        done = here.send("--watch", "--until-done", "--interval=0.2")
+        assert done.returncode == 0, done.output
+        here.assert_each_once()
+
+
+@needs_root
+def test_a_file_of_another_user_ends_the_watcher(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        (here.directory / "stop").touch()
+        assert jobs.finish(here.start_job(), here.directory).returncode == 0
+        (file,) = here.directory.glob("wandb/offline-run-*/*.wandb")
+        os.chown(file, NOBODY, NOBODY)
+        done = here.send("--watch", "--until-done", "--interval=0.2", "--killed-after=1")
+        assert done.returncode == 1, done.output
+        assert "not sent" in done.output
+
+
+def test_runs_of_two_projects_with_one_id_are_two_runs(tmp_path):
+    """As a job that trains in one project, and evaluates in another."""
+    with cluster(tmp_path, "wandb") as here:
+        for project in "pq":
+            code = (
+                BARE.replace('"p"', f'"{project}"')
+                .replace('"run"', '"same"')
+                .replace("run.log(", "time.sleep(0.3); run.log(")
+            )
+            here.started.append(jobs.start([sys.executable, "-c", code], here.directory))
+        for number in range(2):
+            (here.directory / f"go-{number}").touch()
+        wait_until(lambda: len(list(here.directory.glob("wandb/offline-run-*/*.wandb"))) == len("pq"))
+        watcher = here.watch("--until-done", "--killed-after", "20")
+        for job_or_watcher in (*here.started[:2], watcher):
+            done = jobs.finish(job_or_watcher, here.directory)
+            assert done.returncode == 0, done.output
+        assert "is in use" not in done.output
+        assert not list(here.directory.rglob("sender-*"))
+        rows = {run.project: [row["row"] for row in run.rows] for run in here.backend._server.runs}
+        assert rows == {project: [*range(20)] for project in "pq"}
+
+
+def test_a_run_that_was_killed_while_it_was_opened_does_not_keep_the_watcher(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        killed = here.directory / "wandb" / "offline-run-20260101_000000-run"
+        killed.mkdir(parents=True)
+        (killed / "run-run.wandb").write_bytes(b":W&B\x00\xe1\x00")
+        done = here.send("--watch", "--until-done", "--interval", "0.1", "--killed-after", "0.2")
+        assert done.returncode == 0, done.output
+        assert done.output.count("has no rows") == 1

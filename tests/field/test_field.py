@@ -222,7 +222,7 @@ def faults_of(script: Script) -> list[str]:
 
 
 # Beside an exception, which one meets in `make test`.
-UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none"), ("tensorboard_sync", "sigterm")}
+UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none")}
 
 
 def tier_of(form: Callable[[str], list[str]], name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -289,9 +289,9 @@ def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
-        ("none", "FINISHED"),
+        pytest.param("none", "FINISHED", marks=pytest.mark.wide),
         pytest.param("exception", "FAILED", marks=pytest.mark.wide),
-        pytest.param("sigterm", "KILLED", marks=pytest.mark.full),
+        ("sigterm", "KILLED"),
         pytest.param("sigkill", "FINISHED", marks=pytest.mark.wide),
     ],
 )

@@ -37,7 +37,7 @@ class Job:
 
 
 ALL = [
-    "wandb auto",
+    pytest.param("wandb auto", marks=pytest.mark.wide),
     pytest.param("wandb shared", marks=pytest.mark.full),
     "wandb twice",
     pytest.param("mlflow auto", marks=pytest.mark.wide),

@@ -43,6 +43,7 @@ def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: s
 
 
 @pytest.mark.full
+@jobs.needs_mpirun
 @pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.wide)])
 def test_trials_of_the_ranks_of_mpirun(tmp_path: Path, how: str) -> None:
     assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, how, "plain"], tmp_path), ranks=2)

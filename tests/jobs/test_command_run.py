@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import py_compile
+import sqlite3
 import subprocess
 import sys
 import threading
 import zipapp
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -272,3 +275,78 @@ def test_the_options_reach_the_run(tmp_path):
     assert sorted(run.tags) == ["a", "b,c"]
     assert "team sweep\n" in done.output
     assert {key: run.config[key] for key in ("lr", "model", "deep")} == {"lr": 0.001, "model": "gpt", "deep": True}
+
+
+SET_LATE = """
+import os, wandb
+os.environ.update(WANDB_NAME="late", WANDB_TAGS="b,c", WANDB_NOTES="noted", WANDB_PROJECT="mine", WANDB_RUN_GROUP="g")
+os.environ.update(WANDB_JOB_TYPE="j", WANDB_DIR="elsewhere", WANDB_MODE="online")
+run = wandb.init(settings=wandb.Settings(init_timeout=33, api_key="k" * 40))
+run.log({"x": 1})
+os.environ["WANDB_MODE"] = "disabled"
+off = wandb.init()
+wandb.log({"x": 2})
+print("OFF", off.disabled, off is wandb.run)
+"""
+
+
+def test_variables_that_the_script_sets_describe_its_run_or_are_named(tmp_path):
+    (tmp_path / "script.py").write_text(SET_LATE)
+    done = jobs.run([sys.executable, *UNDER, "--project", "llm", "script.py"], tmp_path)
+    (run,) = done.runs
+    assert (run.exit_code, run.name, sorted(run.tags)) == (0, "late", ["b", "c"]), done.output
+    assert [row["x"] for row in run.rows] == [1]
+    assert "OFF True True" in done.output
+    placed = "project='mine', job_type='j', dir='elsewhere', mode='online', group='g', settings api_key, "
+    assert f"Without effect: {placed}settings init_timeout. Pass these to the command" in done.output
+    assert "--option NAME=VALUE" in done.output
+    assert "k" * 40 not in done.output
+
+
+IN_TURN = {
+    "wandb": "import wandb\nfor x in range(3):\n  with wandb.init(name=f'run {x}') as run: run.log({'x': x})",
+    "mlflow": """import mlflow, os
+os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///variable.db"
+mlflow.set_tracking_uri("sqlite:///other.db")
+mlflow.set_experiment("other")
+for x in range(3):
+  with mlflow.start_run() as run:
+    mlflow.log_metric("x", x, step=x), mlflow.log_param("p", x), mlflow.log_params({"q": x})
+  with mlflow.start_run(nested=True): mlflow.log_metric("x", x)
+mlflow.start_run(run_id=run.info.run_id)""",
+    "trackio": "import trackio\nfor x in range(3): trackio.init(project='p').log({'x': x}), trackio.finish()",
+}
+
+
+@pytest.mark.parametrize(
+    "tracker", ["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "trackio"))]
+)
+@pytest.mark.parametrize("is_again", [True, False])
+def test_runs_that_a_script_opens_in_turn_are_one_with_a_warning(tmp_path, tracker, is_again):
+    pytest.importorskip(tracker)
+    text = IN_TURN[tracker]
+    (tmp_path / "script.py").write_text(text if is_again else text.replace("range(3)", "range(1)"))
+    variables = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "TRACKIO_DIR": str(tmp_path)}
+    done = jobs.run([sys.executable, *UNDER, "--project", "p", "--tracker", tracker, "script.py"], tmp_path, variables)
+    assert done.returncode == 0, done.output
+    assert done.output.count("opens no other run after the end of one") == is_again, done.output
+    if tracker == "mlflow":
+        assert done.output.count("mlflow.set_tracking_uri('sqlite:///other.db') has no effect") == 1
+        assert done.output.count("mlflow.set_experiment('other') has no effect") == 1
+        assert not (tmp_path / "other.db").exists()
+        data = mlflow_runs(tmp_path)
+        assert data["p"] == data["q"] == ["0"]
+        assert data["tracking_init.params.p"] == ["2"] * is_again
+        assert data["status"] == ["FINISHED"] * (4 if is_again else 2)
+        assert len(data["experiment"]) == 1
+
+
+def mlflow_runs(directory: Path) -> dict[str, list[str]]:
+    """Return the params and tags of all runs, their states and their experiments."""
+    found: dict[str, list[str]] = defaultdict(list)
+    with closing(sqlite3.connect(directory / "mlflow.db")) as store:
+        for key, value in store.execute("SELECT key, value FROM params UNION ALL SELECT key, value FROM tags"):
+            found[key].append(value)
+        found["status"] = [status for (status,) in store.execute("SELECT status FROM runs")]
+        found["experiment"] = [str(one) for (one,) in store.execute("SELECT DISTINCT experiment_id FROM runs")]
+    return found

@@ -6,7 +6,6 @@ Faults on one node under torchrun are lines of the fault matrix.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
 
 @pytest.mark.full
 @pytest.mark.crossed
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
+@jobs.needs_mpirun
 @pytest.mark.parametrize(("how", "expected"), [("raise", (1, 1, "exit")), ("kill", (137, 1, "SIGKILL"))])
 @pytest.mark.parametrize("shell", [True, False], ids=["in a shell", "alone"])
 def test_mpirun_without_any_store(tmp_path, how, expected, shell):
@@ -118,7 +117,8 @@ def test_an_exception_that_the_caller_handles_is_not_the_end_of_the_rank(tmp_pat
     ],
 )
 def test_a_rank_that_dies_while_the_primary_opens_its_run_is_named(tmp_path, how, expected):
-    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    # The agent sends SIGTERM as soon as the rank has ended.
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.001")
     done = jobs.run([*torchrun, *failing({"1": how}, while_opening=True)], tmp_path)
     assert done.returncode != 0
     (run,) = done.runs

@@ -66,7 +66,7 @@ def test_each_rank_with_a_run_joins_its_own_or_the_shared_one(tmp_path):
 
 def test_an_inner_init_in_many_situations(tmp_path):
     with WandbServer() as server:
-        done = run(server, tmp_path, "situations")
+        done = run(server, tmp_path, "situations", WANDB_SILENT="false")
         runs = {run.id: run for run in server.runs}
     kept = runs.pop("kept")
     assert (kept.name, kept.notes, kept.tags) == ("outer", "outer", ["a", "b"])
@@ -89,6 +89,7 @@ def test_an_inner_init_in_many_situations(tmp_path):
     }
     assert runs["in_a_thread"].name == "of-thread"
     assert done.output.count("was opened before the decorated function") == 1
+    assert "environment variables will be ignored" not in done.output  # nobody has changed one
     assert "W&B: run mine was opened before" in done.output
 
 
@@ -106,3 +107,14 @@ def test_what_a_sweep_has_chosen_stays(tmp_path):
         run(server, tmp_path, "trials")
         assert [own_config(run) for run in server.runs] == [{"x": 1, "depth": 2}, {"x": 2, "depth": 2}]
         assert [values(run) for run in server.runs] == [[1], [2]]
+
+
+@pytest.mark.full
+def test_a_trial_of_a_sweep_in_the_function_has_the_sweeps_run(tmp_path):
+    with WandbServer() as server:
+        done = run(server, tmp_path, "trials_in_a_run")
+        outer, trial = server.runs
+    assert (outer.id, values(outer), own_config(outer), outer.exit_codes[-1]) == ("outer", [0, 9], {}, 0)
+    assert (trial.project, own_config(trial), values(trial)) == ("swept", {"x": 1, "depth": 2}, [1])
+    assert (outer.state, trial.state) == ("finished", "finished")
+    assert done.output.count("decorate the trial's function") == 1

@@ -174,6 +174,7 @@ def test_a_slow_opening_that_a_signal_interrupts_is_no_success_at_wandb(tmp_path
         assert [run.exit_codes for run in server.runs] == [[exit_code]]
 
 
+@pytest.mark.wide
 def test_a_slow_opening_that_a_watchdog_interrupts_is_no_success(tmp_path):
     with WandbServer() as server, server.failing(Fault.slow(SLOW_S)) as fault:
         settings = {"project": "tests", "alarm": 7, "if_unavailable": "raise"}
@@ -201,7 +202,7 @@ def test_a_slow_opening_that_sigterm_interrupts_is_no_success_at_mlflow(tmp_path
         for run_mode in ("auto", "shared", "new"):
             with SlowProxy(server.port, SLOW_S / 2) as proxy:
                 settings = {"tracker": "mlflow", "project": run_mode, "run_mode": run_mode}
-                env, is_asked = {"MLFLOW_TRACKING_URI": proxy.url}, lambda proxy=proxy: proxy.hits > 5
+                env, is_asked = {"MLFLOW_TRACKING_URI": proxy.url}, lambda proxy=proxy: proxy.hits > 2
                 assert interrupted(tmp_path / run_mode, env, is_asked, signal.SIGTERM, **settings) == 143
             statuses += [run.status for run in server.runs(run_mode)]
     assert set(statuses) == {"KILLED"}  # in some of them, the run was not made yet

@@ -39,7 +39,7 @@ def slowest(run: StoredRun) -> list[int]:
     return [row["ranks/slowest"] for row in run.rows if "ranks/step_time/max" in row]
 
 
-@pytest.mark.parametrize(("how", "rank"), [("sleeps", 2), pytest.param("computes", 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("how", "rank"), [("sleeps", 2), pytest.param("computes", 3, marks=pytest.mark.wide)])
 def test_the_rank_that_the_others_wait_for_is_named_within_two_pulses(tmp_path, how, rank):
     done = jobs.run([*TORCHRUN, *pulsing(how, 40)], tmp_path, own_directory(tmp_path))
     assert done.returncode == 0, done.output

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
+import shlex
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support import jobs
 from support.backends import BACKENDS, Backend
+from support.users import NOBODY, needs_root
 from support.waiting import wait_until
 
 PROGRAM = jobs.PROGRAMS / "restarted.py"
@@ -119,7 +123,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([first], torchrun(), KILLED, succeeds=False),
                 Attempt([second], torchrun()),
             ],
-            ids=[f"slurm-c-{job}-batch"],
+            ids=[f"slurm-c-{job}-batch-restarted"],
         ),
         "torchrun in a batch job, a requeue, a run for each rank": Restart(
             [
@@ -127,19 +131,19 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([second], torchrun()),
             ],
             {"run_mode": "new"},
-            [f"slurm-c-{job}-batch-rank-0", f"slurm-c-{job}-batch-rank-1"],
+            [f"slurm-c-{job}-batch-restarted-rank-0", f"slurm-c-{job}-batch-restarted-rank-1"],
             [[0], [1]],
         ),
         "srun, a requeue": Restart(
             [Attempt(slurm_tasks(job, 0), settings=KILLED, succeeds=False), Attempt(slurm_tasks(job, 1))],
-            ids=[f"slurm-c-{job}-0"],
+            ids=[f"slurm-c-{job}-0-restarted"],
         ),
         "torchrun in a managed job of SkyPilot, a recovery": Restart(
             [
                 Attempt([managed("33", job)], torchrun(), KILLED, succeeds=False),
                 Attempt([managed("59", job)], torchrun()),
             ],
-            ids=[f"sky-managed-train_{job}-0"],
+            ids=[f"sky-managed-train_{job}-0-restarted"],
         ),
         "a process on each node of SkyPilot, a recovery": Restart(
             [
@@ -180,7 +184,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([in_slurm(f"{job}-next", 0)], torchrun()),
             ],
             {"run_file": "run.json"},
-            [f"slurm-c-{job}-batch"],
+            [f"slurm-c-{job}-batch-restarted"],
         ),
     }
 
@@ -189,8 +193,17 @@ def restarts(job: str) -> dict[str, Restart]:
 KINDS = sorted(restarts("any"), key=lambda kind: (kind != "a new process with run_file", kind))
 
 
+# Of each of them, another kind has the mode, the launcher and the sort of id.
+RARE = {
+    "torchrun in a batch job, a requeue, a run for each rank",
+    "a new torchrun with run_file",
+    "torchrun in a managed job of SkyPilot, a recovery",
+    "torchrun, its ranks after SIGKILL of rank 0",
+}
+
+
 def tier_of(kind: str) -> pytest.MarkDecorator | tuple[()]:
-    if kind == "torchrun in a batch job, a requeue, a run for each rank":  # another kind has a run for each rank too
+    if kind in RARE:
         return pytest.mark.wide
     return () if "requeue" in kind or "run_file" in kind else pytest.mark.full
 
@@ -247,6 +260,12 @@ def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) ->
     found = job.points
     assert sorted(map(str, found.values())) == sorted(map(str, rows)) or list(found.values()) == rows, found
     assert not restart.ids or sorted(found) == sorted(restart.ids)
+    if "run_file" in restart.tracking:
+        (entry,) = json.loads((job.directory / restart.tracking["run_file"]).read_text()).values()
+        assert (entry["restart_count"], entry["has_ended"]) == (1, True)
+        if job.backend.name != "mlflow":  # it has the values of the first attempt
+            counts = [run.config["tracking_init"]["restart_count"] for run in job.backend.runs(job.project)]
+            assert counts == [1] * len(restart.writers)
 
 
 def test_the_page_lists_each_kind_with_what_is_to_be_set() -> None:
@@ -296,6 +315,50 @@ def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None
     assert [sum(points.values()) for points in runs if points] == [ROWS] * len([one for one in runs if one])
 
 
+# What a batch script starts in its first attempt, and after a requeue: the name of each program, how its torchrun is
+# started, and what it gets. The rows of a program are to be in one run.
+SCRIPTS: dict[str, Sequence[Sequence[tuple[str, str, dict[str, Any]]]]] = {
+    "the first training has a run_file": [
+        [("train", "", {"tracking": file_of("a.json"), **KILLED})],
+        [("train", "", {"tracking": file_of("a.json")}), ("train", "", {"first": 100})],
+    ],
+    "each start has a temporary directory of its own": [
+        [("train", "TMPDIR=$(mktemp -d)", {}), ("train", "TMPDIR=$(mktemp -d)", {"first": 100})]
+    ],
+    "a stage that is done is left out": [
+        [("pretrain", "", {"first": 100}), ("train", "", KILLED)],
+        [("train", "", {})],
+    ],
+    "a stage that fails before its run is open": [
+        [("pretrain", "false &&", {}), ("train", "", KILLED)],
+        [("pretrain", "", {"first": 100}), ("train", "", {})],
+    ],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+@pytest.mark.parametrize(
+    "script", [pytest.param(one, marks=() if "run_file" in one else pytest.mark.wide) for one in SCRIPTS]
+)
+def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script: str) -> None:
+    number = f"j{secrets.token_hex(4)}"
+    common = {"tracker": job.backend.name, "project": job.project, "rows": ROWS}
+    agent = shlex.join(jobs.torchrun("--standalone", "--nproc-per-node=1", "--monitor-interval=0.1"))
+    for attempt, starts in enumerate(SCRIPTS[script]):
+        lines = []
+        for program, before, settings in starts:
+            shutil.copy(PROGRAM, job.directory / f"{program}.py")
+            argument = shlex.quote(json.dumps({**common, "first": attempt * ROWS, **settings}))
+            lines.append(f"{before} {agent} {program}.py {argument}")
+        jobs.run(
+            ["bash", "-c", "\n".join(lines)], job.directory, {**job.backend.environment(), **in_slurm(number, attempt)}
+        )
+    requeued = Counter(("rank0", n) for n in range(len(SCRIPTS[script]) * ROWS))
+    other = Counter(("rank0", n) for n in range(100, 100 + ROWS))
+    assert sorted(map(str, job.points.values())) == sorted(map(str, [requeued, other]))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -304,7 +367,11 @@ def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None
         pytest.param('{"trackio": {"base_id": 3}}', "cannot be read", marks=pytest.mark.wide),
         pytest.param("[1]", "cannot be read", marks=pytest.mark.wide),
         pytest.param("x" * (1 << 21), "cannot be read", marks=pytest.mark.wide),
-        ('{"trackio": {"base_id": "x", "project": "p", "server": null, "has_ended": false}}', "is of another place"),
+        ('{"trackio": {"base_id": "x", "has_ended": false, "restart_count": "0"}}', "cannot be read"),
+        (
+            '{"trackio": {"base_id": "x", "has_ended": false, "restart_count": 0, "project": "p", "server": null}}',
+            "is of another place",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
@@ -314,6 +381,9 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     output = job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
     assert len([line for line in output.splitlines() if "run_file" in line]) == 1, output
     assert re.search(message, output)
+    unreadable = job.directory / "run.json.unreadable"
+    assert unreadable.exists() == (message != "is of another place")
+    assert not unreadable.exists() or unreadable.read_text() == content
     job.run(Attempt(), file_of("run.json"), ROWS)
     (points,) = job.points.values()
     assert points == Counter(("rank0", n) for n in range(2 * ROWS))
@@ -321,11 +391,52 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
 
 
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
+@pytest.mark.parametrize(
+    ("tracking", "variables"),
+    [
+        pytest.param({"run_file": "run.json"}, {}, id="run_file"),
+        pytest.param({"id": "chosen"}, {}, id="id"),
+        pytest.param({}, {"WANDB_RUN_ID": "chosen"}, id="WANDB_RUN_ID", marks=pytest.mark.wide),
+    ],
+)
+def test_a_later_job_tells_what_it_changes_and_keeps_the_earlier_ones_console(
+    job: Job, tracking: dict[str, Any], variables: dict[str, str]
+) -> None:
+    failing = Attempt([variables], settings={"end": "raise"}, succeeds=False)
+    job.run(failing, {**tracking, "config": {"lr": 0.1, "seed": 0}})
+    output = job.run(Attempt([variables]), {**tracking, "config": {"lr": 0.2, "seed": 0}}, ROWS)
+    (line,) = (line for line in output.splitlines() if "this attempt changes the config" in line)
+    assert line.endswith(": lr: 0.1 -> 0.2")
+    if "run_file" not in tracking:  # with an id, `output.log` is the last job's, as with the bare client
+        return
+    (run,) = (run for run in cast("Any", job.backend)._server.runs if run.project == job.project)
+    consoles = [content.decode() for name, content in run.files.items() if "output" in name]
+    starts = [re.findall(r"starts at (\d+)", console) for console in consoles]
+    assert sorted(starts) == [["0"], [str(ROWS)]], run.files
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
+    """A backup by `cp -al` of what a killed job has left, and a symbolic link."""
+    backup, link = job.directory / "backup", job.directory / "latest.json"
+    job.run(Attempt(settings=KILLED, succeeds=False), file_of("ckpt/run.json"))
+    subprocess.run(["cp", "-al", job.directory / "ckpt", backup], check=True, timeout=60)
+    assert (backup / "run.json").stat().st_nlink == 2
+    job.run(Attempt(settings=KILLED, succeeds=False), file_of("ckpt/run.json"), ROWS)
+    link.symlink_to("ckpt/run.json")
+    job.run(Attempt(settings=KILLED, succeeds=False), file_of("latest.json"), 2 * ROWS)
+    assert link.is_symlink()
+    job.run(Attempt(), file_of("backup/run.json"), 3 * ROWS)
+    (points,) = job.points.values()
+    assert points == Counter(("rank0", n) for n in range(4 * ROWS))
+
+
+@pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job: Job) -> None:
     """An id that it does not take, from a file that was edited; a client that is turned off; another team's run."""
     path, kept = job.directory / "run.json", file_of("run.json")
     place = {"entity": None, "project": job.project, "server": job.backend.environment()["WANDB_BASE_URL"]}
-    path.write_text(json.dumps({"wandb": {"base_id": "a:b", **place, "has_ended": False}}))
+    path.write_text(json.dumps({"wandb": {"base_id": "a:b", "restart_count": 0, "has_ended": False, **place}}))
     output = job.run(Attempt(settings=KILLED, succeeds=False), kept)
     assert "run.json cannot be read: ConfigError: " in output
     text = path.read_text()
@@ -341,14 +452,14 @@ def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_
     """Calls that end together, in threads, write the file one after the other."""
     script = job.directory / "script.py"
     script.write_text(
-        "import sys\n"
+        "import os, sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
         "from flyteplugins_tracking import get_run, tracking_init\n"
         "@tracking_init(tracker='trackio', project=sys.argv[1], run_file='run.json')\n"
         "def train(number):\n"
+        "    os.write(1, f'ID {get_run().id}\\n'.encode())\n"
         "    if number == sys.argv[2]:\n"
         "        raise MemoryError\n"
-        "    print('ID', get_run().id, flush=True)\n"
         "def attempt(number):\n"
         "    try:\n"
         "        train(number)\n"
@@ -375,10 +486,12 @@ def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_
     assert len(entries()) == 8
     assert all(entries().values())
     (job.directory / "run.json").unlink()
-    run("second")
+    before = run("second")
     assert entries() == {"trackio": True, "trackio-2": False}
-    (again,) = run("first")
-    assert entries() == {"trackio": True, "trackio-2": True}, again
+    # The first call is a new training, so that the second one may be another one than before.
+    after = run("first")
+    assert entries() == {"trackio": True, "trackio-2": True}
+    assert len({*before, *after}) == 4
 
 
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
@@ -387,10 +500,47 @@ def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     output = job.run(Attempt(), file_of("a-file/run.json"))
     assert "run_file=" in output
     assert len(job.points) == 1
+    (job.directory / "run.json.lock").mkdir()
+    output = job.run(Attempt(), file_of("run.json"))
+    assert len(re.findall("run_file=.* cannot be written, so that the next job will not go on in run", output)) == 1
+    assert output.count("run_file=") == 1
+    (job.directory / "run.json.lock").rmdir()
+    job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
+    (job.directory / "run.json.lock").mkdir()
+    output = job.run(Attempt(), file_of("run.json"), ROWS)
+    assert "so that the next job goes on in run run-" in output
+    assert output.count("run_file=") == 1
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
+    """As root, a name in /dev could be replaced."""
+    os.mkfifo(job.directory / "fifo")
+    (job.directory / "folder").mkdir()
+    for name in ("fifo", "folder"):
+        output = job.run(Attempt(), file_of(name))
+        assert re.search(f"run_file=.*/{name} cannot be read: .*This is a new run$", output, re.MULTILINE)
+        assert output.count("run_file=") == 1
+    assert (job.directory / "fifo").is_fifo()
+    assert not [*job.directory.glob("fifo*")][1:]
+    assert len(job.points) == 2
+
+
+@needs_root
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_another_users_file_stays_and_costs_a_warning(job: Job) -> None:
+    path = job.directory / "run.json"
+    path.write_text("{}")
+    os.chown(path, NOBODY, NOBODY)
+    output = job.run(Attempt(), file_of("run.json"))
+    assert re.search("run_file=.*/run.json cannot be read: PermissionError: .*This is a new run$", output, re.MULTILINE)
+    assert output.count("run_file=") == 1
+    assert (path.read_text(), path.stat().st_uid) == ("{}", NOBODY)
+    assert not [*job.directory.glob("*.unreadable")]
 
 
 @contextlib.contextmanager
-def running(job: Job, directory: Path) -> Iterator[Callable[[], str]]:
+def running(job: Job, directory: Path) -> Iterator[Callable[..., str]]:
     """A job with `run_file=` that has its run open in a directory. Yields what runs a second one in the job's."""
     words = [sys.executable, str(PROGRAM)]
     tracking = {**file_of("run.json"), "init_timeout_s": 4}
@@ -399,10 +549,10 @@ def running(job: Job, directory: Path) -> Iterator[Callable[[], str]]:
     first = jobs.start([*words, slow], directory, job.backend.environment())
     wait_until(lambda: (directory / "run.json").exists(), first)
 
-    def run_second() -> str:
-        second = json.dumps({**settings, "first": 100})
+    def run_second(end: str = "return") -> str:
+        second = json.dumps({**settings, "first": 100, "end": end})
         done = jobs.run([*words, second], job.directory, job.backend.environment())
-        assert done.returncode == 0, done.output
+        assert (done.returncode == 0) == (end == "return"), done.output
         return done.output
 
     yield run_second
@@ -426,12 +576,14 @@ def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job)
     """An experiment that is branched off the checkpoints of a job which still runs."""
     with running(job, job.directory / "first") as run_second:
         shutil.copy(job.directory / "first" / "run.json", job.directory / "run.json")
-        assert "is open in another process or thread: this one is" in run_second()
+        (own_id,) = re.findall("is open in another process or thread: this one is (.*)", run_second("raise"))
+    job.run(Attempt(), file_of("run.json"), 2 * ROWS)
+    assert job.points[own_id] == Counter(("rank0", n) for n in (*range(100, 100 + ROWS), *range(2 * ROWS, 3 * ROWS)))
 
 
 @pytest.mark.parametrize(
     "backend",
-    ["wandb", "trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "pluto"))],
+    ["trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("wandb", "mlflow", "pluto"))],
     indirect=True,
     scope="module",
 )
@@ -457,6 +609,22 @@ def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     )
 
 
+@pytest.mark.wide  # it waits longer than a store's answer may take
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_ranks_wait_for_a_first_rank_that_loads_its_data_before(job: Job) -> None:
+    script = job.directory / "late.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "time.sleep(35 if os.environ['RANK'] == '0' else 0)\n"
+        "tracking_init(tracker='trackio', project=sys.argv[1], run_mode='new', run_file='run.json')(get_run)()\n"
+    )
+    done = jobs.run([*torchrun(), script, job.project], job.directory, job.backend.environment())
+    assert done.returncode == 0, done.output
+    assert done.output.count("waits until the first rank with a run calls the function") == 1
+    assert len(job.points) == 2
+
+
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
     script = job.directory / "stacked.py"
@@ -478,3 +646,28 @@ def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
     killed, again, new = (re.findall("^IDS (.*)$", output, re.MULTILINE) for output in outputs)
     assert killed == again != new, outputs
     assert sorted(json.loads((job.directory / "run.json").read_text())) == ["trackio", "wandb"]
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_ranks_that_torchrun_starts_again_stay_in_the_files_run_if_rank_0_had_returned(job: Job) -> None:
+    script = job.directory / "late.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "@tracking_init(tracker='trackio', project=sys.argv[1], run_file='run.json')\n"
+        "def train():\n"
+        "    if run := get_run():\n"
+        "        print('ID', run.id, flush=True)\n"
+        "    elif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        while '\"has_ended\": true' not in Path('run.json').read_text():\n"
+        "            time.sleep(0.01)\n"
+        "        raise ValueError\n"
+        "train()\n"
+    )
+    job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
+    (killed,) = job.points
+    done = jobs.run([*torchrun("--max-restarts=1"), script, job.project], job.directory, job.backend.environment())
+    assert done.returncode == 0, done.output
+    assert re.findall("ID (.*)", done.output) == [killed] * 2
+    assert json.loads((job.directory / "run.json").read_text())["trackio"]["restart_count"] == 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,10 @@ from support.loopback import Fault
 from support.users import NOBODY, needs_root
 from support.wandb_server import WandbServer
 
+from flyteplugins_tracking._commands.directories import SENT
 from flyteplugins_tracking._commands.send import main
-from flyteplugins_tracking.trackers.journal import Journal, encode
-from flyteplugins_tracking.trackers.outbox import how_to_send
+from flyteplugins_tracking.trackers.journal import Journal, encode, stored
+from flyteplugins_tracking.trackers.outbox import how_to_send, servers_of
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
@@ -84,6 +88,21 @@ def test_a_file_of_another_user_is_named_and_does_not_keep_others_from_being_sen
     assert f"cannot send: {kept} has nothing of a run" in unread.output
 
 
+@needs_root
+def test_a_directory_on_a_read_only_file_system_is_refused_with_that_cause(tmp_path):
+    (directory,) = offline_runs(tmp_path, 5)
+    mounted = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    sending = ["unshare", "-m", "sh", "-c", mounted, directory, sys.executable, "-m", "flyteplugins_tracking", "send"]
+    if subprocess.run([*sending[:-4], "true"], check=False).returncode:
+        pytest.skip("this machine does not let root mount")
+    with WandbServer() as server:
+        done = jobs.run([*sending, directory], tmp_path, server.environment)
+        assert server.runs == []
+    assert done.returncode == 1
+    assert f"{directory} cannot be written, and it must note what is sent: a read-only file system" in done.output
+    assert "has not confirmed" not in done.output
+
+
 def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     """The file of a killed attempt lacks its last rows. The journal says which server was set up there."""
     (directory,) = offline_runs(tmp_path, 5)
@@ -92,6 +111,7 @@ def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     for step in range(7):
         left.add(outbox.record_of(outbox.plain({"row": step, "_timestamp": 1.7e9 + step}), step))
     left.close()
+    assert outbox.attempt_at(directory).exit_code == 0  # the file's: a copy may have a journal without its end
     with WandbServer() as server:
         done = send(tmp_path, server.environment, directory)
         assert [row["row"] for row in server.run("run-0").rows] == list(range(7))
@@ -99,7 +119,10 @@ def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
 
 
 def test_a_directory_of_runs_means_all_runs_below_it(tmp_path):
-    """That of W&B, the working directory, that of other trackers' runs; runs that were sent are not sent again."""
+    """That of W&B, the working directory, that of other trackers' runs; runs that were sent are not sent again.
+
+    A file in it that looks like one of a run hides none.
+    """
     directories = offline_runs(tmp_path / "outputs" / "2026-01-01", 5, 7)
     job, elsewhere = directories[0].parents[1], tmp_path / "elsewhere"
     kept = [kept_run(job / "tracking-offline" / f"trackio-{name}", "trackio", id=name) for name in ("a", "b")]
@@ -108,12 +131,15 @@ def test_a_directory_of_runs_means_all_runs_below_it(tmp_path):
     for name in ("loop", "wandb"):
         (elsewhere / name).parent.mkdir(exist_ok=True)
         (elsewhere / name).symlink_to(elsewhere if name == "loop" else job / "wandb")
+    for stray in (elsewhere / "run-old.wandb", job / SENT):
+        stray.touch()
     with WandbServer() as server:
         env = {**server.environment, "TRACKIO_DIR": str(tmp_path / "trackio")}
         missing = send(tmp_path, env, "output")
         by_link = send(elsewhere, env, elsewhere)
         assert [len(server.run(f"run-{number}").rows) for number in range(2)] == [5, 7]
         done, requests = send(job, env, "."), server.run("run-0").requests
+        (job / SENT).unlink()
         again = send(tmp_path, env, "outputs", job)
         assert server.run("run-0").requests == requests
     assert (by_link.returncode, done.returncode, again.returncode) == (0, 0, 0), by_link.output + done.output
@@ -129,11 +155,15 @@ def test_what_is_left_out_below_a_directory_is_named(tmp_path, capsys, monkeypat
     (tmp_path / "theirs").mkdir()
     kept_run(tmp_path / "theirs" / "run", "trackio")
     (tmp_path / "link").symlink_to(tmp_path / "deep")
+    (tmp_path / "\x1b[31m").mkdir()
+    assert main([str(tmp_path / "\x1b[31m")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
     for path in (tmp_path / "theirs", tmp_path / "theirs" / "run", tmp_path / "link"):
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     assert main([str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert f"{tmp_path} has no rows, and nothing to send: looked for runs there and below, in 1 directories" in output
+    assert f"{tmp_path} has no rows, and nothing to send: looked for runs there and below, in 2 directories" in output
+    assert "The local databases of MLflow and Trackio are not sent" in output
     assert f"left out, as another user's or not to be read: {tmp_path / 'theirs'}" in output
     kept_run(tmp_path.joinpath("deep", *"123456789", "run"), "trackio")
     assert main([str(tmp_path)]) == 1
@@ -178,6 +208,23 @@ def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
     assert "sent 2 rows again" in done.output
     assert f"{directory} was sent, but for 1 rows that the service rejects" in done.output
     assert [path.suffix for path in directory.glob("*.journal.*")] == [".bad"]
+
+
+def test_a_value_that_trackio_does_not_take_costs_no_other_value_of_a_kept_row(tmp_path):
+    """Kept rows are as they were logged: they are made what Trackio makes of a row, as online."""
+    directory = kept_run(tmp_path / "kept", "trackio", is_kept=True, arguments={"project": "p"})
+    (left,) = stored(directory)
+    later = Journal(directory, "0001-1", {**left.header, "attempt": 1})
+    for number, odd in enumerate(({"seed": 2**70}, {"\ud800": 1}, {"step": 5, "nan": float("nan")})):
+        later.add(encode({"row": {"n": number, **odd}, "step": None, "time": 1.0}))
+    later.close()
+    done = send(tmp_path, {"TRACKIO_DIR": str(tmp_path)}, directory)
+    assert done.returncode == 0, done.output
+    assert "skipped metric 'seed'" in done.output
+    with closing(sqlite3.connect(tmp_path / "p.db")) as database:
+        rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
+    assert rows == [{"x": 1}, {"n": 0}, {"n": 1}, {"n": 2, "__step": 5, "nan": "NaN"}]
+    assert not list(directory.glob("*.bad"))
 
 
 @pytest.mark.full
@@ -257,6 +304,22 @@ def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
     assert main([str(directory)]) == 1
     assert f"it gets no key of this process. If the server is right: export {variable}" in capsys.readouterr().err
     assert [path.suffix for path in directory.iterdir()] == [".txt"]  # nothing was begun
+
+
+def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
+    tmp_path, bare_environment, monkeypatch, capsys
+):
+    """The server may have another address here, but it has one."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://example.com")
+    servers = servers_of("mlflow")
+    assert servers == {"MLFLOW_TRACKING_URI": OWN}
+    directory = kept_run(tmp_path / "kept", "mlflow", servers=servers)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert main([str(directory)]) == 1
+    assert f"If the server is right: export MLFLOW_TRACKING_URI={OWN}" in capsys.readouterr().err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/here.db")
+    assert main([str(directory)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,30 @@ ORDERS = {
 }
 
 
+# Together they have each end of an attempt, and each mode before and behind each other one.
+EVERY = {
+    "online, then offline that failed",
+    "offline, online, offline",
+    "offline that was killed, online",
+    "online that was killed, offline",
+}
+
+
+def tier_of(order: str) -> pytest.MarkDecorator | tuple[()]:
+    if order not in EVERY:
+        return pytest.mark.wide
+    return () if "online" in ORDERS[order][-1] else pytest.mark.full
+
+
 def send(directory: Path, server: WandbServer) -> jobs.Done:
     return jobs.run(COMMAND, directory, server.environment)
 
 
 def start_attempt(directory: Path, number: int, how: str, server: WandbServer) -> jobs.Process:
-    """Start an attempt: its mode, then how it ends if it does not return, and its number of rows."""
+    """Start an attempt: its mode, then how it ends if it does not return, and its number of rows.
+
+    Its node has another time zone than the one before: by the local times of W&B's names, it was an earlier one.
+    """
     mode, *more = how.split()
     # Of what is to be killed, nothing is sent before.
     env = {**server.environment, **({} if "kill" in more else PROMPT)} if mode == "online" else {}
@@ -53,7 +71,8 @@ def start_attempt(directory: Path, number: int, how: str, server: WandbServer) -
         fail_attempts=99,
         **next((ends[word] for word in more if word in ends), {}),
     )
-    return jobs.start([sys.executable, *arguments], directory, {**env, "TORCHELASTIC_RESTART_COUNT": str(number)})
+    env |= {"TORCHELASTIC_RESTART_COUNT": str(number), "TZ": f"UTC-{9 - number}"}
+    return jobs.start([sys.executable, *arguments], directory, env)
 
 
 def log_attempt(directory: Path, number: int, how: str, server: WandbServer) -> None:
@@ -75,9 +94,7 @@ def assert_each_row_once(run: RecordedRun, counts: Sequence[int]) -> None:
     assert run.rows_overwritten == 0
 
 
-@pytest.mark.parametrize(
-    "order", [name if "online" in ORDERS[name][-1] else pytest.param(name, marks=pytest.mark.full) for name in ORDERS]
-)
+@pytest.mark.parametrize("order", [pytest.param(name, marks=tier_of(name)) for name in ORDERS])
 def test_attempts_that_are_sent_take_no_row_and_no_end_of_others(tmp_path, order):
     """The run has each row once, and is left as its last attempt has left it."""
     with WandbServer() as server:
@@ -88,6 +105,9 @@ def test_attempts_that_are_sent_take_no_row_and_no_end_of_others(tmp_path, order
             assert done.returncode == 0, done.output
             run, last = server.run("run"), len(ORDERS[order]) - 1
             assert_each_row_once(run, list(map(rows_of, ORDERS[order])))
+            attempts = [row["attempt"] for row in sorted(run.rows, key=lambda row: row["_step"])]
+            offline = [number for number in attempts if ORDERS[order][number].startswith("offline")]
+            assert offline == sorted(offline)
             assert run.state == ("finished" if ORDERS[order][-1] in ("online", "offline") else "failed")
             assert run.config["attempt"] == run.summary["attempt"] == last
             # The client may not have written the config of one that was killed at once.
@@ -199,9 +219,9 @@ def test_a_shared_run_that_has_gone_on_online_keeps_its_end(tmp_path):
             assert "failure/type" not in run.summary
 
 
-@pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.full)])
+@pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--watch", "--until-done", "--killed-after", "2"), marks=pytest.mark.full)]
+    "options", [(), pytest.param(("--watch", "--until-done", "--killed-after", "2"), marks=pytest.mark.wide)]
 )
 def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path, tracker, options):
     """The later one has not seen the directory: it logged on another disk."""

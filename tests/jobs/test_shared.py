@@ -96,7 +96,7 @@ def test_every_row_of_every_rank_arrives_through_a_client_of_its_own(tmp_path, n
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("task", ["spawn", pytest.param("fork", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("task", ["fork", pytest.param("spawn", marks=pytest.mark.wide)])
 def test_the_ranks_of_flytes_elastic_workers_have_a_client_each(tmp_path, task):
     with job(tmp_path) as started:
         settings = ends("until go", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)

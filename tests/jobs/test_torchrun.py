@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,7 +293,7 @@ def test_torch_distributed_launch_is_torchelastic(tmp_path):
     assert len(done.runs) == 1
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
+@jobs.needs_mpirun
 @pytest.mark.parametrize(
     ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.wide)]
 )
@@ -309,14 +308,9 @@ def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tm
     assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    ("run_mode", "process_group", "runs"),
-    [
-        pytest.param("new", "group", 8, marks=pytest.mark.wide),
-        pytest.param("new", "tcp", 8, marks=pytest.mark.wide),
-        ("auto", "none", 4),
-    ],
+    ("run_mode", "process_group", "runs"), [("new", "group", 8), ("new", "tcp", 8), ("auto", "none", 4)]
 )
 def test_jobs_that_one_process_spawns_one_after_the_other_are_not_the_same_run(tmp_path, run_mode, process_group, runs):
     """torch.multiprocessing.spawn: the parent's process is no name for a job."""

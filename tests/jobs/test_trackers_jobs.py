@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import sqlite3
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +27,7 @@ from flyteplugins_tracking import (
     get_run,
     tracking_config,
     tracking_init,
+    tracking_run,
 )
 from flyteplugins_tracking._commands.send import main as send
 from flyteplugins_tracking._runs.sigterm import MainThreadListener
@@ -31,7 +36,7 @@ from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.journal import stored
 from flyteplugins_tracking.trackers.kept import open_or_keep
 
-BUILT_IN = sorted(registry._BUILT_IN)
+BUILT_IN = sorted(registry.BUILT_IN)
 
 
 class Noted(Handle):
@@ -238,6 +243,75 @@ def test_a_damaged_row_costs_that_row_and_nothing_else(
     assert "has nothing that is not sent yet" in capsys.readouterr().out
 
 
+@pytest.fixture
+def posted(tmp_path, bare_environment, monkeypatch) -> Iterator[tuple[Any, list[Any], list[int]]]:
+    """The tracker of the page, what its service has taken, and the status that it answers with."""
+    page = (jobs.PACKAGE.parent / "docs" / "own-tracker.md").read_text()
+    (code,) = re.findall(r"```python\n# http_tracker.py\n(.*?)```", page, re.DOTALL)
+    taken: list[Any] = []
+    status = [200]
+
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            line = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if status[-1] == 200:
+                taken.append((self.path, line))
+            self.send_response(status[-1])
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    module: dict[str, Any] = {}
+    exec(compile(code, "http_tracker.py", "exec"), module)
+    monkeypatch.chdir(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("ROWS_URL", f"http://127.0.0.1:{server.server_port}")
+        yield module["HttpTracker"](), taken, status
+        server.shutdown()
+
+
+def test_the_pages_tracker_for_a_service_posts_each_row_and_keeps_a_run_in_an_outage(posted, tmp_path, monkeypatch):
+    tracker, taken, status = posted
+
+    def train(run_id: str, then: int, **more: Any) -> None:
+        with tracking_run(tracker=tracker, project="p", id=run_id, config={"lr": 0.1}, **more) as run:
+            status.append(then)
+            run.log({"a": 1}, step=7)
+            run.log({"a": 2, "odd": object()})
+
+    def lines(run_id: str) -> list[Any]:
+        found = [line for path, line in taken if path == f"/p/{run_id}"]
+        return [{key: value for key, value in line.items() if key != "odd"} for line in found]
+
+    expected = [{"config": {"lr": 0.1}}, {"a": 1, "step": 7}, {"a": 2, "step": None}, {"exit_code": 0}]
+    train("i", 200)
+    assert lines("i") == expected
+    train("away-later", 503, kill_after_s=1)  # its end does not wait for ever
+    train("away", 200)
+    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: tracker)
+    assert send([str(tmp_path / "tracking-offline")]) == 0
+    assert lines("away") == expected
+    assert not list(tmp_path.glob("tracking-offline/*/*.journal.txt"))
+    status.append(403)
+    with pytest.raises(TrackerUnavailableError, match="403"):
+        train("refused", 200)
+
+
+def test_rows_that_the_pages_tracker_cannot_send_stay_in_the_files(posted, tmp_path, monkeypatch, capsys):
+    tracker, _, status = posted
+    status.append(503)
+    with tracking_run(tracker=tracker, project="p", id="i", kill_after_s=1) as run:
+        run.log({"a": 1})
+    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: tracker)
+    monkeypatch.setattr(tracker.__class__.open.__globals__["HttpHandle"], "_is_done", lambda *_: False)
+    status.append(200)
+    assert send([str(tmp_path / "tracking-offline")]) == 1
+    assert "2 rows are not sent" in capsys.readouterr().err
+    assert list(tmp_path.glob("tracking-offline/*/*.journal.txt"))
+
+
 class Waiting:
     """Writers that are waited for until a signal comes."""
 
@@ -309,4 +383,4 @@ def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
     (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2
-    assert [line["exit_code"] for line in lines if "exit_code" in line] == [1, 0]
+    assert [line["exit_code"] for line in lines if "exit_code" in line] == [0]  # that of the last attempt

@@ -45,7 +45,7 @@ def opened(service: Any, directory: Path, fault: Fault | None, **settings: Any) 
 
 
 def command(service: Any, init_timeout_s: float, **settings: Any) -> list[Any]:
-    tracking = {"tracker": service.name, "init_timeout_s": init_timeout_s}
+    tracking = {"tracker": service.name, "init_timeout_s": init_timeout_s, **settings.pop("tracking", {})}
     return [sys.executable, PROGRAM, json.dumps({"tracking": tracking, **settings})]
 
 
@@ -65,13 +65,15 @@ def away(service: Any, fault: Fault | None) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.full) for one in (400, 401))])
-def test_a_refusal_is_an_error_by_default(service, tmp_path, status):
-    done = opened(service, tmp_path, Fault.status(status))
+@pytest.mark.parametrize("run_id", [{}, pytest.param({"id": None}, marks=pytest.mark.full)], ids=["id", "no id"])
+@pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.full) for one in (400, 401, 404))])
+def test_a_refusal_is_an_error_by_default(service, tmp_path, status, run_id):
+    done = opened(service, tmp_path, Fault.status(status), tracking=run_id)
     assert done.returncode == 1, done.output
     assert "BODY" not in done.output
     assert "TrackerUnavailableError" in done.output
     assert "degrade" not in done.output  # it would not help
+    assert service.name != "wandb" or re.search(rf"TrackerUnavailableError: .*returned error {status}", done.output)
 
 
 @pytest.mark.crossed
@@ -147,6 +149,16 @@ def failure_shown(service: Any) -> set[str]:
         return {key for key in stored.tags if key.startswith("failure/")}
     (kept,) = service.runs("tests")
     return {key for key, value in kept.config.items() if key.startswith("failure/") and value is not None}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("service", ["wandb"], indirect=True)
+@pytest.mark.parametrize("fault", [Fault.status(402), Fault.status(500), Fault.refuse()], ids=lambda fault: fault.kind)
+def test_the_outage_of_a_run_without_an_id_is_no_refusal(service, tmp_path, fault):
+    done = opened(service, tmp_path, fault, tracking={"id": None})
+    assert done.returncode == 0, done.output
+    assert "BODY True" in done.output
+    assert "This run is logged offline" in done.output
 
 
 @pytest.mark.crossed

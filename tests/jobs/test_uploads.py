@@ -211,7 +211,7 @@ def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
-@pytest.mark.parametrize("how", ["taken", "gone", pytest.param("refused", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["taken", "gone", pytest.param("refused", marks=pytest.mark.wide)])
 def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
     """`wandb sync` ends with 0 in any case."""
     names = "artifact weights", "artifact network", "artifact run-r-table", "saved.txt"

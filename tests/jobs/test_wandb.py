@@ -258,9 +258,25 @@ def test_what_follows_wandb_cores_death_is_kept_if_the_server_is_gone_too_and_se
         assert (run.exit_codes, run.state) == ([0], "finished")
 
 
+def test_rows_that_the_server_refuses_are_told_at_the_end_and_sent_by_the_printed_command(tmp_path):
+    """A key that is revoked meanwhile: wandb-core gives up, and ends as usual."""
+    with WandbServer() as server:
+        process = jobs.start([sys.executable, RUNS, "loses_its_key"], tmp_path, server.environment)
+        while not (tmp_path / "logged").exists() and process.poll() is None:
+            time.sleep(0.05)
+        with server.failing(Fault.status(401)):
+            (tmp_path / "refusing").touch()
+            done = jobs.finish(process, tmp_path)
+        assert "run revoked was not sent completely: the server has refused its rows with error 401." in done.output
+        assert sent_as_printed(done, tmp_path, server).returncode == 0
+        (run,) = server.runs
+        assert [row["x"] for row in run.rows] == [1, 2]
+        assert (run.exit_codes, run.state) == ([0], "finished")
+
+
 def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jobs.Done:
     """Run the command that a job has printed at its end."""
-    (command,) = re.findall(r"To send what W&B lacks of the rest, run: (.+)", done.output)
+    (command,) = re.findall(r"To send (?:what W&B lacks of )?the rest, run: (.+)", done.output)
     words, more = jobs.printed(command)
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 

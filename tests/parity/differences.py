@@ -30,11 +30,11 @@ class Difference:
 # Those of any run: no program names them.
 EVERYWHERE = {
     "own_values": Difference(
-        r"config/tracking_init|summary/_flyteplugins_tracking(-\w+)?",
-        "any run",
+        "config/tracking_init",
+        "a job of a launcher, a task of Flyte, a run with roles, or one that goes on by `run_file=`; Trackio: any run",
         "only what the program has set",
-        "the config has `tracking_init`, and the summary `_flyteplugins_tracking`",
-        "the topology, and the times of a run's attempts",
+        "the config has `tracking_init`",
+        "the topology, and which attempt it is; with Trackio also the run's status",
     ),
     "failure": Difference(
         r"(summary|config|tags)/failure/\w+|files/failure\.txt",

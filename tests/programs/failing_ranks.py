@@ -66,7 +66,7 @@ def has_ended(pid: str) -> bool:
 
 
 def open_slowly() -> None:
-    """Have rank 0 open its run for half a second longer, and another rank wait for that.
+    """Have rank 0 open its run for half a second longer, busy with Python, and another rank wait for that.
 
     At the end of the opening: a signal waits 5 s for an opening, and a busy machine may need them for all of it.
     """
@@ -82,7 +82,9 @@ def open_slowly() -> None:
     def slow_init(*args: Any, **kwargs: Any) -> Any:
         run = init(*args, **kwargs)
         opening.touch()
-        time.sleep(0.5)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:  # the thread that sees the other's end waits for the interpreter's lock
+            pass
         return run
 
     wandb.init = slow_init

@@ -86,7 +86,6 @@ def elastic(n: int) -> str:
 
 @workflow
 def elastic_again(n: int) -> str:
-    spawn_above(n=n)
     return fork_below(n=n)
 
 

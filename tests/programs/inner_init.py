@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def describes() -> None:
     """A script's life: it opens its run, logs, finishes, opens it again. Then another life without the decorator."""
 
     def train() -> None:
+        find_spec("wandb")  # a framework looks whether it is installed: transformers does
         import wandb
 
         with init(**DESCRIBED, **PLACED, mode="online") as run:
@@ -113,11 +115,14 @@ def with_others() -> None:
         assert run is not own
         run.log({"x": how == "create_new"})
         run.finish()
+        assert (wandb.run or wandb.init()) is own
+        assert wandb.run is own
     assert wandb.init(config={"after": 1}) is own
     nothing = wandb.init(mode="disabled")
     nothing.log({"x": 5})
     assert nothing.disabled
-    own.log({"x": 2})
+    wandb.init()
+    wandb.log({"x": 2})
 
 
 def in_a_thread() -> None:
@@ -160,6 +165,9 @@ def situations() -> None:
     """Situations in one process, each with a run of its own."""
     import wandb
 
+    clients = wandb.init
+    wandb.init = lambda **given: clients(**given)  # as Pluto's client does
+    wandb.login()
     in_function(decorators_values_stay, id="kept", config={"lr": 0.2}, name="outer", notes="outer", tags=["a"])
     in_function(disabled, id="disabled", mode="disabled")
     for function in (with_others, in_a_thread, nested, forks):
@@ -200,6 +208,23 @@ def trials() -> None:
 
     sweep = wandb.sweep({"method": "grid", "parameters": {"x": {"values": [1, 2]}}}, project="tests")
     wandb.agent(sweep, trial, project="tests")
+
+
+def trials_in_a_run() -> None:
+    """A sweep as a script has it, in a function that is decorated: the trial's function is not."""
+    import wandb
+
+    def trial() -> None:
+        with wandb.init(config={"x": -1, "depth": 2}) as run:
+            wandb.log({"x": run.config["x"]})
+
+    def search() -> None:
+        get_run().log({"x": 0})
+        sweep = wandb.sweep({"method": "grid", "parameters": {"x": {"values": [1]}}}, project="swept")
+        wandb.agent(sweep, trial, project="swept", count=1)
+        get_run().log({"x": 9})
+
+    in_function(search, id="outer")
 
 
 if __name__ == "__main__":

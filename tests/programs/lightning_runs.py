@@ -28,8 +28,11 @@ def mlflow() -> None:
 @tracking_init(id="wandb", project="wandb", name="ours", config={"mine": 1})
 def wandb() -> None:
     logger = WandbLogger(project="theirs", name="theirs", save_dir="theirs")
-    lightning_ddp.fit(logger)
     run = get_run()
+    if run is not None:  # as docs/guides/frameworks.md shows
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    lightning_ddp.fit(logger)
     see("wandb", same=run is not None and logger.experiment is run)
     if run is not None:
         run.log({"after": 1})

@@ -28,7 +28,7 @@ def fluent(project: str) -> None:
     tracking = {"tracker": "mlflow", "project": project, "id": "fluent"}
 
     @tracking_init(
-        **tracking, config={"lr": 0.1, "deep": {"a": 1}}, name="named", tags=["plain", "team=ml"], notes="why"
+        **tracking, config={"lr": 0.1, "deep": {"a": 1}}, name="named", tags={"plain": "", "team": "m=l"}, notes="why"
     )
     def train() -> None:
         run = get_run()
@@ -55,7 +55,7 @@ def fluent(project: str) -> None:
         as_a_called_task()
 
     train()
-    SEEN["active_outside"] = mlflow.active_run()
+    SEEN["active_outside"], SEEN["last_active"] = mlflow.active_run(), mlflow.last_active_run().info.run_id
 
     @tracking_init(**tracking, config={"lr": 0.2})
     def again() -> None:

@@ -24,6 +24,7 @@ def train() -> None:
     run, info = get_run(), get_distributed_info()
     rank, count = (0 if info is None else info.rank), SETTINGS["rows"]
     first = SETTINGS.get("first", 0) + ATTEMPT * count
+    print("starts at", first)
     for number in range(first, first + count):
         if run is not None:
             run.log({f"rank{rank}": number})

@@ -180,17 +180,32 @@ def _as_rank_0(index: int, together: Any, run_id: str | None) -> None:
 
 
 def spawn_group_inside() -> None:
+    """The function makes and leaves the group, as a script does that had `wandb.init` below `if rank == 0:`."""
     mp.spawn(_group_inside, args=(sys.argv[2],), nprocs=RANKS)
 
 
+@tracking_init(project="ranks")
 def _group_inside(index: int, port: str) -> None:
-    @tracking_init(project="ranks")
-    def connected() -> None:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=RANKS)
-        dist.barrier()  # a rank that ends while the other one still connects makes that one fail
-        get_run().log({"rank": index})
+    get_run().log({"before": index})
+    _connect(index, port)
+    for step in range(2):
+        get_run().log({"rank": index, "step": step})
+    dist.destroy_process_group()
 
-    connected()
+
+def _connect(index: int, port: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=RANKS)
+    dist.barrier()  # a rank that ends while the other one still connects makes that one fail
+
+
+def spawn_group_outside() -> None:
+    """The way that docs/guides/move.md shows."""
+    mp.spawn(_group_outside, args=(sys.argv[2],), nprocs=RANKS)
+
+
+def _group_outside(index: int, port: str) -> None:
+    _connect(index, port)
+    train(index, RANKS)
     dist.destroy_process_group()
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
+env = os.environ.get
 SETTINGS = json.loads(sys.argv[-1])
-ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+ATTEMPT = int(env("TORCHELASTIC_RESTART_COUNT", "0"))
 REPORTS = Path(os.environ["TRAIN_DIR"], "reports")
 
 
@@ -26,7 +27,10 @@ def training(project: str, rows: int) -> None:
             run.log({"row": row, "attempt": ATTEMPT})
     report(run, info, project)
     if SETTINGS.get("fail_attempts", 1) > ATTEMPT:
-        end(SETTINGS.get("end", {}).get(str(info.rank if info else 0)))
+        how = SETTINGS.get("end", {}).get(str(info.rank if info else 0))
+        if how is not None:
+            wait_for_the_node()
+            end(how)
         linger(SETTINGS.get("linger_s", 0))
 
 
@@ -35,8 +39,18 @@ def end(how: object) -> None:
         raise ValueError("made to fail")
     if how == "interrupt":
         raise KeyboardInterrupt
-    if how is not None:
-        sys.exit(how)
+    sys.exit(how)
+
+
+def wait_for_the_node() -> None:
+    """Wait until each rank of this node has logged its rows: the agent ends the others as soon as one has failed."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and len(list(REPORTS.glob(f"{marker()}-*"))) < int(env("LOCAL_WORLD_SIZE", "1")):
+        time.sleep(0.02)
+
+
+def marker() -> str:
+    return f"rows-of-attempt-{ATTEMPT}-node-{env('GROUP_RANK', '0')}"
 
 
 def linger(seconds: float) -> None:
@@ -65,6 +79,7 @@ def report(run: object, info: object, project: str) -> None:
     }
     Path(REPORTS, f"{os.getpid()}-{len(list(REPORTS.iterdir()))}.json").write_text(json.dumps(seen))
     Path(REPORTS, f"attempt-{ATTEMPT}").touch()
+    Path(REPORTS, f"{marker()}-{env('LOCAL_RANK', '0')}").touch()
 
 
 def children() -> list[str]:

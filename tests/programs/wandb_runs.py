@@ -373,6 +373,20 @@ def loses_the_request_to_end(how: str) -> None:
             time.sleep(0.01)
 
 
+def loses_its_key() -> None:
+    """The server refuses the key from a row on. Then the run ends."""
+
+    @tracking_init(project="tests", id="revoked")
+    def train() -> None:
+        get_run().log({"x": 1})
+        Path("logged").touch()
+        while not Path("refusing").exists():
+            time.sleep(0.05)
+        get_run().log({"x": 2})
+
+    train()
+
+
 def dies_when_the_server_is_gone() -> None:
     """When the file `refusing` is there, wandb-core is killed and rows are logged."""
 

@@ -63,6 +63,8 @@ RUNS = {
     "docs/guides/move/configured.py": 2,
     "docs/guides/move/options.py": 1,
     "docs/guides/move/patterns.py": 1,
+    "docs/guides/move/spawned.py": 1,
+    "docs/guides/frameworks/lightning_axis.py": 1,
     "docs/guides/ranks/prefixed.py": 1,
     "docs/guides/ranks/last_rank.py": 1,
     "docs/guides/all-ranks/statistics_only.py": 1,
@@ -311,16 +313,20 @@ def test_each_warning_of_the_page_is_a_quote():
 def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     (tmp_path / "train.py").write_text(PYTHON["README/train.py"].code)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = jobs.run(["torchrun", "--nproc-per-node=2", "train.py"], tmp_path, {"PATH": path})
-    assert ("README", "torchrun --nproc-per-node=2 train.py") in COMMANDS
+    done = jobs.run(["torchrun", "--standalone", "--nproc-per-node=2", "train.py"], tmp_path, {"PATH": path})
+    assert ("README", "torchrun --standalone --nproc-per-node=2 train.py") in COMMANDS
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 10)], done.output
 
 
 def test_the_readmes_figures_are_those_of_the_page_of_guarantees():
     rows = [line for line in README.splitlines() if re.match(r"\| [\d,]+ of", line)]
     relied_on = README.partition("## What you can rely on")[2].partition("<!--")[0]
-    assert (len(rows), len(re.findall("^- ", relied_on, re.MULTILINE))) == (2, 2)
+    assert (len(rows), len(re.findall("^- ", relied_on, re.MULTILINE))) == (2, 3)
     found = {figure for text in (*rows, relied_on) for figure in re.findall(r"\d[\d,.]*\d", text)}
+    ((ours, bare),) = re.findall(
+        r"^\| a step that logs takes (\S+) longer .* (\S+) with W&B's own", README, re.MULTILINE
+    )
+    assert f"| {ours} slower ({bare} with W&B's own) |" in PAGES["docs/about/performance"]
     figures = found - {"20", "45", "200", "130", "143"}
     assert [figure for figure in figures if figure not in PAGES["docs/about/guarantees"]] == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -329,12 +330,13 @@ def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "train.sbatch"], tmp_path, env)
     assert done.returncode == 0, done.output
     assert_one_run(done, "slurm")
-    assert done.runs[0].id == "slurm-here-7-0"
+    assert done.runs[0].id == "slurm-here-7-0-train"
 
 
 @pytest.mark.full
 def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_path):
     """`srun` is replaced by two agents. `tests/slurm` requeues the script on a real Slurm."""
+    job = secrets.token_hex(4)  # starts are counted by job
     for name, code in {
         "srun": '#!/bin/bash\n"$@" & first=$!\n"$@" && wait $first\n',
         "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
@@ -346,14 +348,14 @@ def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_pa
         "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
         "MASTER_PORT": str(jobs.free_port()),
         "GPUS_PER_NODE": "2",
-        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_ID": job,
         "SLURM_JOB_NODELIST": "node-[0-1]",
         "SLURM_NNODES": "2",
     }
     done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "torchrun.sbatch"], tmp_path, env)
     assert done.returncode == 0, done.output
     assert_one_run(done, "torchelastic")
-    assert done.runs[0].id == "slurm-7-batch"
+    assert done.runs[0].id == f"slurm-{job}-batch-train"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("slurm/*.sbatch")), ids=lambda path: path.name)
@@ -368,15 +370,18 @@ def test_a_batch_script_is_one_for_bash(path):
         (3600, 0, "None", False),
         (500, 1, "None", False),
         (3600, 1, "2026-11-26T21:18:04", True),
+        (3600, 1, "2026-11-25T21:18:04", False),  # in an earlier attempt
     ],
 )
 def test_a_job_is_requeued_that_has_stopped_for_its_time_limit_or_a_preemption(
     tmp_path, left_s, exit_code, preempted_at, is_requeued
 ):
     """`srun` and `scontrol` are replaced: no torchrun is started."""
+    ends_at = time.strftime("%FT%T", time.localtime(time.time() + left_s))
     scontrol = f"""#!/bin/sh
 case "$1 $2" in
-    "show job") echo "   PreemptEligibleTime=2026-11-26T21:18:03 PreemptTime={preempted_at}";;
+    "show job") echo "   StartTime=2026-11-26T20:18:03 EndTime={ends_at} Deadline=N/A"
+                echo "   PreemptEligibleTime=2026-11-26T21:18:03 PreemptTime={preempted_at}";;
     "show hostnames") echo node-0;;
     requeue*) echo $2 >> {tmp_path}/requeued;;
 esac
@@ -389,7 +394,6 @@ esac
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node-[0-1]",
         "SLURM_NNODES": "2",
-        "SLURM_JOB_END_TIME": str(int(time.time()) + left_s),
     }
     done = jobs.run(["bash", "-u", EXAMPLES / "slurm" / "preempted.sbatch"], tmp_path, env)
     assert done.returncode == exit_code

@@ -198,10 +198,20 @@ def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook)
 def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
     run = lightning.run("wandb")
     assert (run.id, run.name, run.exit_codes, run.config["mine"]) == ("wandb", "ours", [0], 1)
-    assert [row.get("trainer/global_step") for row in run.rows] == [0, 1, None]
+    assert [row.get("trainer/global_step") for row in run.rows] == [0, 1, 1]  # the last one by step_sync=True
     assert run.rows[-1]["after"] == 1
     assert lightning.seen("wandb-0.json") == {"id": "wandb", "same": True}
     assert lightning.seen("wandb-1.json") == {"id": None, "same": False}
+
+
+@pytest.mark.full
+def test_the_steps_of_lightning_are_the_x_axis_of_its_rows_if_the_function_says_so(lightning):
+    """Lightning says so itself in a run that it opens."""
+    defined = lightning.run("wandb").raw_config["_wandb"]["value"]["m"]
+    names = [one.get("1") or one.get("2") for one in defined]
+    axes = {name: names[one["5"] - 1] for name, one in zip(names, defined, strict=True) if "5" in one}
+    assert axes == {"*": "trainer/global_step"}
+    assert not lightning.run("examples").raw_config["_wandb"]["value"].get("m")
 
 
 @pytest.mark.full
@@ -227,6 +237,7 @@ def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launch
     assert own_launcher.done.returncode == 1
     assert ([row["trainer/global_step"] for row in run.rows], run.exit_codes) == ([0, 1], [1])
     assert [run.project for run in own_launcher.server.runs] == ["own"]
+    assert "the function has connected" not in own_launcher.done.output
     parent, child = (own_launcher.seen(f"own-{rank}.json") for rank in (0, 1))
     assert parent == {"id": "own", "environment": {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None}}
     assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}

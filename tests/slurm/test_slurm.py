@@ -65,6 +65,14 @@ class Place:
         path = self.directory / "output.txt"
         return self.cluster.submit(script, *options, output=path, env=self.env, workdir=self.directory)
 
+    def submit_example(self, name: str, *options: str) -> int:
+        """Submit a batch script in this directory that starts torchrun, 2 processes a node. Returns the job's id."""
+        (port,) = free_ports(1)
+        path = os.pathsep.join([str(Path(sys.executable).parent), self.cluster.environment["PATH"]])
+        env = {**self.env, "PATH": path, "GPUS_PER_NODE": "2", "MASTER_PORT": str(port)}
+        files = (f"--chdir={self.directory}", f"--output={self.directory / 'output.txt'}")
+        return int(self.cluster.run("sbatch", "--parsable", *files, *options, self.directory / name, env=env).strip())
+
     def batch(self, script: str, *options: str) -> tuple[int, Job]:
         """Run a batch script to its end; the job's id and end."""
         job_id = self.submit(script, *options)
@@ -90,7 +98,7 @@ class Steps:
     job: int
 
     def base(self, mode: tuple[str, str]) -> str:
-        return f"slurm-{self.place.cluster.name}-{self.job}-{MODES.index(mode)}"
+        return f"slurm-{self.place.cluster.name}-{self.job}-{MODES.index(mode)}-train"
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +193,7 @@ def test_uneven_nodes_have_a_run_each_per_worker(place: Place) -> None:
         (1, 1, 2),
         (2, 0, 1),
     ]
-    base = f"slurm-{place.cluster.name}-{reports[0]['job']}-0"
+    base = f"slurm-{place.cluster.name}-{reports[0]['job']}-0-train"
     runs = sorted(place.runs(), key=lambda run: run.id)
     assert [run.id for run in runs] == [f"{base}-worker-{worker}" for worker in range(3)]
     assert {run.group for run in runs} == {base}
@@ -215,7 +223,7 @@ def test_the_tasks_of_an_array_are_trainings_of_their_own(place: Place) -> None:
     wait_for(lambda: len(place.runs()) == 2 and all(run.exit_code == 0 for run in place.runs()), "two runs", 60)
     jobs = {report["slurm"]["SLURM_ARRAY_TASK_ID"]: report["job"] for report in place.reports()}
     assert {report["slurm"]["SLURM_ARRAY_JOB_ID"] for report in place.reports()} == {str(first)}
-    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0" for job in jobs.values()}
+    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0-train" for job in jobs.values()}
 
 
 def test_a_batch_shell_is_one_process_whatever_the_tasks_of_its_job(place: Place) -> None:
@@ -247,7 +255,7 @@ def test_an_interactive_step_is_one_process_and_the_steps_started_in_it_are_not(
     assert interactive["info"] is None
     ranks = place.reports(step="0")
     assert [report["info"]["rank"] for report in ranks] == [0, 1]
-    base = f"slurm-{place.cluster.name}-{interactive['job']}-0"
+    base = f"slurm-{place.cluster.name}-{interactive['job']}-0-train"
     assert sorted(run.id for run in place.runs()) == sorted([interactive["run_id"], base])
     assert not interactive["run_id"].startswith("slurm-")
 
@@ -280,22 +288,22 @@ def test_torchrun_in_a_step_tells_the_ranks_and_slurm_names_the_run(place: Place
         (2 * nodes, 2, nodes)
     }
     (run,) = place.runs()
-    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0"
+    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0-train"
     assert (run.config["tracking_init"]["launcher"], run.exit_code, len(run.rows)) == ("torchelastic", 0, 3)
 
 
 # Trainings that one job starts, and what their ids end with. The last one hangs in the first attempt.
 SEVERAL = {
-    "one after the other in the batch script": ("{first}\n{last}", ["batch", "batch.2"]),
-    "one after the other in a step": ("srun --ntasks=1 bash -c {both}", ["0", "0.2"]),
-    "a step each": ("srun --ntasks=1 {first}\nsrun --ntasks=1 {last}", ["0", "1"]),
+    "one after the other in the batch script": ("{first}\n{last}", ["batch-train", "batch-train.2"]),
+    "one after the other in a step": ("srun --ntasks=1 bash -c {both}", ["0-train", "0-train.2"]),
+    "a step each": ("srun --ntasks=1 {first}\nsrun --ntasks=1 {last}", ["0-train", "1-train"]),
     "steps beside each other": (
         "srun --overlap --ntasks=1 {first} &\nsleep 2\nsrun --overlap --ntasks=1 {last}\nwait",
-        ["0", "1"],
+        ["0-train", "1-train"],
     ),
     "beside each other in the batch script": (
         "trap 'kill $(jobs -p)' TERM\n{first} &\nsleep 1\n{last} &\nwait\nwait",
-        ["batch", "batch.2"],
+        ["batch-train", "batch-train.2"],
     ),
 }
 
@@ -324,7 +332,7 @@ def test_a_torchrun_in_each_task_of_a_step_has_a_run_of_its_own(place: Place) ->
     job_id, job = place.batch(f"srun {torchrun('--standalone')}", "--nodes=1", "--ntasks=2")
     assert job.state == "COMPLETED", place.output
     base = f"slurm-{place.cluster.name}-{job_id}-0"
-    assert sorted(run.id for run in place.runs()) == [f"{base}.task0", f"{base}.task1"]
+    assert sorted(run.id for run in place.runs()) == [f"{base}.task0-train", f"{base}.task1-train"]
 
 
 def test_each_element_of_a_job_array_has_a_run_of_its_own(place: Place) -> None:
@@ -332,7 +340,7 @@ def test_each_element_of_a_job_array_has_a_run_of_its_own(place: Place) -> None:
     wait_for(lambda: [run.exit_code for run in place.runs()] == [0, 0], "two runs that have ended", 120)
     jobs = {report["job"] for report in place.reports()}
     assert len(jobs) == 2
-    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0" for job in jobs}
+    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0-train" for job in jobs}
 
 
 def test_a_torchrun_over_the_components_of_a_heterogeneous_step_has_one_run(place: Place) -> None:
@@ -345,7 +353,7 @@ def test_a_torchrun_over_the_components_of_a_heterogeneous_step_has_one_run(plac
     job_id = int(place.cluster.run("sbatch", *options, path, env=place.env).strip())
     assert place.cluster.wait(job_id).state == "COMPLETED", place.output
     (run,) = place.runs()
-    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0"
+    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0-train"
 
 
 def test_a_time_limit_and_a_requeue_keep_the_run_of_a_torchrun_over_two_nodes(place: Place) -> None:
@@ -356,7 +364,7 @@ def test_a_time_limit_and_a_requeue_keep_the_run_of_a_torchrun_over_two_nodes(pl
     place.cluster.run("scontrol", "requeue", str(job_id))
     wait_for(lambda: place.cluster.job(job_id).restarts == 1, "the requeue", 60)
     assert place.cluster.wait(job_id, restarts=1, timeout_s=240).state == "COMPLETED", place.output
-    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"], rows=1000)
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-train"], rows=1000)
 
 
 def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
@@ -365,9 +373,35 @@ def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
     wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True, True], "stored rows of both ranks", 60)
     place.cluster.run("scontrol", "requeue", str(job_id))
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
-    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-rank-{rank}" for rank in (0, 1)], rows=1000)
+    assert_two_attempts(
+        place, [f"slurm-{place.cluster.name}-{job_id}-0-train-rank-{rank}" for rank in (0, 1)], rows=1000
+    )
     # scontrol's SIGTERM. Where it reaches wandb-core too, nobody is left to note the end; the rows are there.
     assert {run.exit_code for run in place.runs() if run.config["tracking_init"]["restart_count"] == 0} <= {None, 143}
+
+
+def test_the_example_for_preemption_requeues_itself_before_the_time_limit_until_the_training_is_done(
+    place: Place,
+) -> None:
+    """With a limit of a minute, of which the last 40 s are for the checkpoint."""
+    steps, numbers = 3000, {"600": "40", "10_000": "3000", "loss.backward()": "loss.backward(), time.sleep(0.01)"}
+    for name in ("checkpoints.py", "slurm/preempted.sbatch"):
+        text = (EXAMPLES / name).read_text().replace("$first_node", "127.0.0.1").replace("import os", "import os, time")
+        for old, new in numbers.items():
+            text = text.replace(old, new)
+        (place.directory / Path(name).name).write_text(text)
+    job_id = place.submit_example("preempted.sbatch", "--nodes=1", "--time=1")
+    wait_for(lambda: max(counted(place), default=0) >= steps - 1, "the last step", 300)
+    wait_for(lambda: place.cluster.job(job_id).state == "COMPLETED", "the job's end", 120)
+    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job_id}-0-checkpoints"}
+    assert sorted(set(counted(place))) == list(range(steps))
+    attempts = {run.config["tracking_init"]["restart_count"]: run.exit_code for run in place.runs()}
+    assert len(attempts) > 1
+    assert set(attempts.values()) == {0}, place.output
+
+
+def counted(place: Place) -> list[int]:
+    return [row["train_step"] for run in place.runs() for row in run.rows if "train_step" in row]
 
 
 def test_a_requeue_of_the_examples_torchrun_keeps_the_run(place: Place) -> None:
@@ -380,22 +414,18 @@ def test_a_requeue_of_the_examples_torchrun_keeps_the_run(place: Place) -> None:
     assert script.count("$first_node") == 1
     assert "WANDB_RUN_ID" not in script
     (place.directory / "job.sbatch").write_text(script.replace("$first_node", "127.0.0.1"))
-    (port,) = free_ports(1)
-    more = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), place.cluster.environment["PATH"]])}
-    env = {**place.env, **more, "GPUS_PER_NODE": "2", "MASTER_PORT": str(port)}
-    options = ["--parsable", f"--chdir={place.directory}", f"--output={place.directory / 'output.txt'}"]
-    job_id = int(place.cluster.run("sbatch", *options, place.directory / "job.sbatch", env=env).strip())
+    job_id = place.submit_example("job.sbatch")
     wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True], "stored rows", 120)
     place.cluster.run("scontrol", "requeue", str(job_id))
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
-    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"], rows=1000)
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-train"], rows=1000)
 
 
 def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place) -> None:
     step = f"srun {train(first_end={'0': 'raise'})} || exit {REQUEUE_EXIT}"
     job_id = place.submit(step, "--requeue", "--nodes=1", "--ntasks=2")
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
-    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"])
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-train"])
     assert [run.exit_code for run in place.runs() if run.config["tracking_init"]["restart_count"] == 0] == [1]
 
 

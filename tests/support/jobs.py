@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import psutil
+import pytest
 from wandb_files import StoredRun, read_runs
 
 import flyteplugins_tracking
@@ -32,6 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # How much slower than an idle one a machine may be: what may last at most so long lasts at most so many times as long.
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "10"))
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin"
+)
 Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
 
 PACKAGE = Path(flyteplugins_tracking.__file__).parent

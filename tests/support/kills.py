@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,7 @@ def kill_process(pid: int) -> None:
 def kill_with_children(pid: int) -> None:
     """Kill all processes of the job at once, as when its node dies."""
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
             process.send_signal(signal.SIGKILL)
 
 
@@ -88,7 +88,9 @@ def logged(directory: Path) -> list[int]:
 
 def journals_left(directory: Path) -> list[Path]:
     """The journals below a directory. A process that was killed when it made one has left an empty file."""
-    return [path for path in directory.rglob("*.journal.*") if path.stat().st_size]
+    while True:
+        with suppress(FileNotFoundError):  # a directory goes just now
+            return [path for path in directory.rglob("*.journal.*") if path.stat().st_size]
 
 
 def send_in_spite_of_kills(kept: Path, directory: Path, env: Mapping[str, str], kills: int, longest_s: float) -> str:

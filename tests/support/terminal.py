@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -12,12 +13,14 @@ import struct
 import subprocess
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from support import jobs
 
 ROWS, COLUMNS = 45, 150
+_PRESSED_S = 3.0
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?<>=]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
 
 
@@ -52,11 +55,21 @@ class Terminal:
         """All that it has written so far, without escape sequences."""
         return _ESCAPES.sub("", self._output.decode(errors="replace"))
 
-    def wait_for(self, *patterns: str, timeout_s: float = 60) -> None:
-        """Wait until each of the regular expressions has been found in the text."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, *patterns: str, timeout_s: float = 60, presses: Sequence[bytes] = ()) -> None:
+        """Wait until each of the regular expressions has been found in the text.
+
+        Args:
+            *patterns: The regular expressions.
+            timeout_s: How long to wait, in seconds.
+            presses: The keys that are pressed meanwhile, in turn, one every few seconds.
+        """
+        deadline, pressed_at = time.monotonic() + timeout_s, time.monotonic()
+        keys = itertools.cycle(presses)
         while missing := [pattern for pattern in patterns if not re.search(pattern, self.text)]:
             assert time.monotonic() < deadline, f"{missing} not in:\n{self.text}"
+            if presses and time.monotonic() > pressed_at + _PRESSED_S:
+                os.write(self._ours, next(keys))
+                pressed_at = time.monotonic()
             if select.select([self._ours], [], [], 0.2)[0]:
                 try:
                     self._output += os.read(self._ours, 65536)

@@ -57,6 +57,10 @@ class Flags:
     [
         ({"run_mode": "atuo"}, "run_mode='atuo' is not one of auto, new, shared; did you mean 'auto'?"),
         ({"run_mode": None}, "run_mode=None is not one of"),
+        (
+            {"run_file": "gs://bucket/run.json"},
+            "run_file='gs://bucket/run.json' is an address: pass the path",
+        ),
         ({"rank_scope": "node"}, "rank_scope='node' is not one of global, worker"),
         ({"primary_rank": "last"}, "primary_rank must be an int such as 0, or -1 for the last rank; or a callable"),
         ({"primary_rank": None}, "such an int; got None"),
@@ -296,7 +300,18 @@ def test_an_empty_string_is_not_given(empty):
 
 @pytest.mark.parametrize(
     ("tags", "kept"),
-    [("a", ("a",)), (["a", "", " ", None], ("a",)), ([None], None), ({"a"}, ("a",)), ([], ()), ((), ()), (None, None)],
+    [
+        *[
+            ("a", ("a",)),
+            (["a", "", " ", None], ("a",)),
+            ([None], None),
+            ({"a"}, ("a",)),
+            ([], ()),
+            ((), ()),
+            (None, None),
+        ],
+        *[({"team": "x", "n": 1}, ("team=x", "n=1")), ({}, ())],
+    ],
 )
 def test_empty_tags_are_left_out(tags, kept):
     assert TrackingConfig.from_arguments({"tags": tags}).tags == kept
@@ -318,3 +333,7 @@ def test_a_new_argument_without_a_check_is_refused_with_what_to_do():
 
     with pytest.raises(TypeError, match=r"TrackingConfig\.limits is of type 'list\[int\]', .* _CHECKS has no check"):
         Longer()
+
+
+def test_a_run_file_may_be_a_path():
+    assert TrackingConfig.from_arguments({"run_file": Path("ckpt", "run.json")}).run_file == "ckpt/run.json"

@@ -643,6 +643,8 @@ def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):
         (["doctor", "--help"], "usage: flyteplugins-tracking doctor"),
         (["doctor", "--help"], "example: srun python -m flyteplugins_tracking doctor --tracker wandb"),
         (["run", "--help"], "example: torchrun --nproc-per-node=8 -m flyteplugins_tracking run"),
+        (["run", "--help"], "The runs' project; None for the tracker's default."),
+        (["run", "--help"], "SCRIPT [ARGUMENT...]"),
         (["send", "--help"], "usage: flyteplugins-tracking send"),
         (["send", "--help"], "example: flyteplugins-tracking send wandb"),
     ],
@@ -653,3 +655,11 @@ def test_the_command_line_says_what_there_is(capsys, monkeypatch, arguments, sho
     with suppress(SystemExit):
         assert commands.main() == 0
     assert shown in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_told_which_there_are(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "sned", "wandb"])
+    assert commands.main() == 2
+    told = capsys.readouterr().err
+    assert "there is no command 'sned'" in told
+    assert all(f"\n  {name} " in told for name in ("doctor", "run", "send"))

@@ -70,7 +70,7 @@ def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkey
 
 def _without_tmp(candidates, shared_tmp):
     """Leave out /tmp itself, which another user could have filled too."""
-    return lambda on_disk: [path for path in candidates(on_disk) if path.parent != Path("/tmp")]
+    return lambda *given: [path for path in candidates(*given) if path.parent != Path("/tmp")]
 
 
 @needs_root
@@ -85,6 +85,7 @@ def test_the_users_runtime_directory_comes_first(shared_tmp, monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert private_directory("locks") == tmp_path / "flyteplugins_tracking" / "locks"
     assert private_directory("wandb_runs", on_disk=True) == shared_tmp / NAME / "wandb_runs"
+    assert tmp_path not in private_directory("starts", is_of_machine=True).parents  # it goes when the user logs out
     tmp_path.chmod(0o755)
     assert private_directory("locks") == shared_tmp / NAME / "locks"
 
@@ -127,11 +128,25 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path):
     assert read_own(tmp_path / "a", 11) == b"x" * 11
 
 
-def test_a_second_name_of_another_file_is_not_opened(tmp_path):
+def test_a_second_name_is_opened_only_where_no_other_user_can_have_made_it(tmp_path):
     (tmp_path / "key").write_text("private")
+    (tmp_path / "shared").mkdir()
     os.link(tmp_path / "key", tmp_path / "a")
+    assert read_own(tmp_path / "a", 10) == b"private"
+    os.link(tmp_path / "key", tmp_path / "shared" / "a")
+    for mode in (0o770, 0o1777):
+        (tmp_path / "shared").chmod(mode)
+        with pytest.raises(PermissionError, match="not a regular file of this user alone"):
+            open_own(tmp_path / "shared" / "a")
+
+
+@needs_root
+def test_a_second_name_in_another_users_directory_is_not_opened(shared_tmp, tmp_path):
+    (tmp_path / "key").write_text("private")
+    as_nobody(lambda: (shared_tmp / "theirs").mkdir())
+    os.link(tmp_path / "key", shared_tmp / "theirs" / "a")
     with pytest.raises(PermissionError, match="not a regular file of this user alone"):
-        open_own(tmp_path / "a")
+        open_own(shared_tmp / "theirs" / "a")
 
 
 @needs_root

@@ -86,9 +86,17 @@ def test_nothing_is_delivered_where_a_signal_ends_the_process(called, notes):
     put_off()
     signal.raise_signal(signal.SIGUSR1)
     put_back(drops=True)
-    put_off()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGUSR2)  # that of a worker that ends later: its handler would replace the exit
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert called == []
+    put_off()  # the program goes on all the same
     put_back()
     assert called == []
+    signal.raise_signal(signal.SIGUSR2)
+    assert called == [signal.SIGUSR2]
+    assert signal.getsignal(signal.SIGUSR1) is notes
 
 
 def test_the_second_ctrl_c_is_delivered_at_once():

@@ -17,10 +17,13 @@ def slurm(job: str) -> DistributedInfo:
     return DistributedInfo(rank=0, world_size=2, launcher="slurm", job_id=job)
 
 
-def test_a_slurm_step_is_named_by_cluster_job_and_step():
+def test_a_slurm_step_is_named_by_cluster_job_step_and_program(monkeypatch):
     step = {"SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "alpha"}
-    assert from_launcher(slurm("7"), step, agreement=True) == Identity("slurm-alpha-7-0")
-    assert from_launcher(slurm("7"), {**step, "SLURM_STEP_ID": "1"}, agreement=True) == Identity("slurm-alpha-7-1")
+    for program, name in {"pre/train.py": "train", "evaluate": "evaluate"}.items():
+        monkeypatch.setattr("sys.argv", [program, "--steps=3"])
+        for number in "01":
+            identity = from_launcher(slurm("7"), {**step, "SLURM_STEP_ID": number}, agreement=True)
+            assert identity == Identity(f"slurm-alpha-7-{number}-{name}")
 
 
 def test_konduktor_gives_its_job_name():

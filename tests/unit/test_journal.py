@@ -248,7 +248,7 @@ def rolled(first_step, *steps, next_step=None):
         run=SimpleNamespace(define_metric=lambda *_, **__: defined.append(1)),
     )
     config = SimpleNamespace(step_metric="global_step")
-    rollback = Rollback(handle, SimpleNamespace(config=config, run_metadata={"tracking_init": {"restart_count": 2}}))
+    rollback = Rollback(handle, SimpleNamespace(config=config, restart_count=2))
     rows = []
     for step in steps:
         row, at = rollback.place({"x": 1}, step)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
 import sys
+import zipfile
+from importlib.machinery import SourceFileLoader
 
 import pytest
 
@@ -29,14 +32,36 @@ def module(tmp_path, monkeypatch):
 
 def test_a_function_is_called_when_a_module_is_loaded_after_it_has_run(module):
     called: list[object] = []
-    for number in range(2):
-        when_loaded(module, lambda number=number: called.append((number, sys.modules[module].x)))
-    assert called == []
+    take_back = [
+        when_loaded(module, lambda number=number: called.append((number, sys.modules[module].x))) for number in range(2)
+    ]
     importlib.import_module("colorsys")
-    importlib.import_module(module)
+    for _ in range(2):
+        assert importlib.util.find_spec(module).origin.endswith("loaded_late.py")  # a probe is no import
+    assert called == []
+    late = importlib.import_module(module)
     assert (sorted(called), sys.loaded_late) == ([(0, 1), (1, 1)], 1)
+    assert type(late.__loader__) is type(late.__spec__.loader) is SourceFileLoader
+    importlib.reload(late)
+    assert (sorted(called), sys.loaded_late) == ([(0, 1), (0, 1), (1, 1), (1, 1)], 2)
     when_loaded(module, lambda: called.append("now"))()
-    assert called[2:] == ["now"]
+    assert called[4:] == ["now"]
+    for forget in take_back:
+        forget()
+
+
+def test_the_modules_of_a_zip_file_keep_their_one_loader(module, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+        archive.writestr("zipped.py", "x = 1\n")
+        archive.writestr("beside.py", "x = 2\n")
+    monkeypatch.syspath_prepend(tmp_path / "modules.zip")
+    called: list[object] = []
+    take_back = when_loaded("zipped", lambda: called.append(sys.modules["zipped"].x))
+    for name in ("zipped", "beside"):
+        assert importlib.import_module(name).__loader__.get_source(name).startswith("x = ")
+        del sys.modules[name]
+    take_back()
+    assert called == [1]
 
 
 def test_what_is_taken_back_is_not_called(module):
@@ -50,13 +75,14 @@ def test_what_is_taken_back_is_not_called(module):
 
 def test_a_module_that_is_not_there_or_fails_raises_its_own_error(module):
     called: list[object] = []
-    when_loaded("broken_late", lambda: called.append(1))
+    take_back = [when_loaded(name, lambda: called.append(1)) for name in ("broken_late", "not_there_at_all")]
     with pytest.raises(ValueError, match="made to fail"):
         importlib.import_module("broken_late")
-    when_loaded("not_there_at_all", lambda: called.append(1))
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
         importlib.import_module("not_there_at_all")
-    assert called == []
+    assert (called, importlib.util.find_spec("not_there_at_all")) == ([], None)
+    for forget in take_back:
+        forget()
 
 
 def original() -> str:

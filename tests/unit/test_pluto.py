@@ -79,6 +79,24 @@ def test_a_journal_posts_nothing_but_what_describes_its_own_run(monkeypatch):
     assert posted == [("/api/runs/tags/update", {"tags": ["a"], "runId": 7})]
 
 
+def test_a_value_that_the_service_does_not_take_costs_no_other_value_of_a_kept_row(monkeypatch, caplog):
+    pytest.importorskip("httpx")
+    from flyteplugins_tracking.trackers.pluto.run import PlutoSanitizer
+    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
+    from flyteplugins_tracking.trackers.rows import Steps
+
+    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
+    values, taken = PlutoSanitizer("Pluto", ""), dict[str, str]()
+    sink = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(values), values.accepted)
+    monkeypatch.setattr(sink, "_takes", lambda path, content: taken.update({path: content}) or True)
+    row = {"n": 1, "seed": 2**70, "huge": 10**400, "text": "a" * 300, "label": "a"}
+    assert values.clean(row) == {"n": 1, "seed": 2.0**70, "label": "a"}
+    sink.send([{"row": row, "step": 1, "time": 1.0, "id": "x", "is_kept": True}], None)
+    assert json.loads(taken["/ingest/metrics"])["data"] == {"n": 1, "seed": 2.0**70}
+    assert taken["/ingest/data"].count("\n") == 1
+    assert "larger than any float" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("numbers", "bad", "error"),
     [

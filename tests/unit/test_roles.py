@@ -173,12 +173,13 @@ def test_the_primary_is_sent_behind_the_other_ranks_and_roles_behind_it(tmp_path
     assert ordered == ["2-r-rank-1", "3-r-rank-10", "1-r", "5-r", "6-other", "4-r-eval"]
 
 
-def test_a_directory_whose_name_was_taken_is_of_no_role(tmp_path):
+@pytest.mark.parametrize("run_id", ["r", "run"])
+def test_a_directory_whose_name_was_taken_is_of_no_role(tmp_path, run_id):
     """W&B's client gives it a number. Its rows were sent beside those of the same run, and replaced some of them."""
-    attempts = [tmp_path / name for name in ("offline-run-20260101_000001-r", "offline-run-20260101_000001-r-1")]
+    attempts = [tmp_path / f"offline-run-20260101_000001-{name}" for name in (run_id, f"{run_id}-1")]
     for directory in attempts:
         directory.mkdir()
-        (directory / "run-r.wandb").touch()
+        (directory / f"run-{run_id}.wandb").touch()
     assert [label_in(directory) for directory in attempts] == ["", ""]
     assert len({_name_of(directory) for directory in attempts}) == 1
     assert in_order(reversed(attempts)) == attempts

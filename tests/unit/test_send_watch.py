@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +27,10 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
-from flyteplugins_tracking.trackers.journal import Line, Sent, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, Sent, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
+from flyteplugins_tracking.trackers.wandb import vendor
 
 # A process that keeps rows in a journal: on each line of its input, how many.
 WRITER = """
@@ -179,6 +183,7 @@ def test_rows_that_were_on_their_way_get_the_same_steps_when_all_ranks_have_logg
         (_, of_second) = stored(tmp_path / "run")
         of_second.note(Sent(0, 1, is_sending=True))
         first.log(2)
+        watcher.release()
         look(Watcher([tmp_path], killed_s=60))
         assert {number: step for number, step in service.rows if number in arrived} == arrived
         assert len({step for _, step in set(service.rows)}) == len(set(service.rows)) == 6
@@ -231,17 +236,41 @@ def test_an_end_that_the_service_has_not_taken_is_sent_later_from_a_relative_pat
     assert set(service.numbers) == {0, 1}
 
 
-def test_rows_that_the_service_rejects_are_told_and_kept(tmp_path, service, watcher, capsys):
+@pytest.mark.parametrize("sender", ["watcher", "watcher at the second try", "another watcher", "send", "attempt"])
+def test_rows_that_the_service_rejects_are_told_and_kept_whoever_ends_the_run(
+    tmp_path, service, watcher, capsys, caplog, monkeypatch, sender
+):
+    """Also if the one that they were rejected for was killed."""
     service.rejects = lambda line: line.get("row") == {"n": 1}
     with writer(tmp_path) as only:
         only.log(3)
         look(watcher)
-    look_until_done(watcher)
-    look(watcher)
-    assert service.numbers == [0, 2]
-    assert not watcher.is_all_sent
-    assert "the service rejects 1 rows" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "run").glob("*.bad")] == ["a.journal.txt.bad"]
+        only.log(1)
+        look(watcher)
+        only.end()
+    path, bad = tmp_path / "run" / "a.journal.txt", ", but for 1 rows that the service rejects: the files are kept"
+    if sender == "send":
+        with pytest.raises(TrackerUnavailableError, match=f"was sent{bad}"):
+            send.send_directory(tmp_path / "run")
+    elif sender == "attempt":
+        outbox = outboxes.Outbox("Kept", "train", Journal.closed(), service, stored(tmp_path / "run"))
+        wait_until(lambda: f"from {path.parent}{bad}" in caplog.text)
+        assert outbox.rejected_rows == 1
+    else:
+        if sender == "watcher at the second try":
+            with monkeypatch.context() as patch:
+                patch.setattr(_Handle, "end_run", lambda *_: 1 / 0)
+                time.sleep(0.1)
+                look(watcher, 2)
+        if sender == "another watcher":
+            watcher.release()
+            watcher = Watcher([tmp_path], killed_s=0.05)
+        look_until_done(watcher)
+        look(watcher)
+        assert not watcher.is_all_sent
+        assert f"has ended with exit code 0, and is sent{bad}" in capsys.readouterr().out
+    assert service.numbers == [0, 2, 3]
+    assert [one.name for one in path.parent.glob("*.bad")] == ["a.journal.txt.bad"]
 
 
 def test_a_run_of_a_tracker_without_an_outbox_is_sent_when_it_has_ended(tmp_path, service, watcher, monkeypatch):
@@ -300,7 +329,9 @@ def test_directories_that_are_too_deep_are_told_and_are_not_all_sent(tmp_path, s
     look(watcher, 2)
     assert watcher.is_done
     assert not watcher.is_all_sent
-    assert capsys.readouterr().out.count("too deep") == 1
+    output = capsys.readouterr().out
+    assert output.count("too deep") == 1
+    assert output.count("has no rows, and nothing to send") == 1
 
 
 def test_what_is_away_or_wrong_is_not_done(tmp_path, service, watcher, capsys):
@@ -310,7 +341,7 @@ def test_what_is_away_or_wrong_is_not_done(tmp_path, service, watcher, capsys):
         tmp_path.rename(tmp_path.with_name("away"))
         look(watcher, 2)
         assert not watcher.is_done
-        assert capsys.readouterr().out.count("No such file") == 1
+        assert capsys.readouterr().out.count("is not there") == 1
         tmp_path.with_name("away").rename(tmp_path)
         only.log(1)
         look(watcher)
@@ -318,6 +349,61 @@ def test_what_is_away_or_wrong_is_not_done(tmp_path, service, watcher, capsys):
     (tmp_path / "run" / "b.journal.txt").write_bytes(b"\n00000000 header {}\n")
     look_until_done(watcher)
     assert list(watcher.runs)
+
+
+def test_a_disk_that_does_not_answer_for_a_moment_ends_no_run(tmp_path, service, watcher, capsys, monkeypatch):
+    with writer(tmp_path) as only, writer(tmp_path / "other") as other:
+        for one in (only, other):
+            one.log(1)
+        look(watcher)
+        scandir = os.scandir
+
+        failing: list[str] = []
+
+        def fails(path: Any = ".") -> Any:
+            if str(path) in failing:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", fails)
+        for path in (tmp_path / "run", tmp_path):
+            failing[:] = [str(path)]
+            other.log(1)
+            look(watcher, 2)
+            assert not watcher.is_done
+        assert capsys.readouterr().out.count("cannot be looked at now: OSError: [Errno 5]") == 2
+        assert send.main([str(tmp_path)]) == 1
+        assert "cannot be looked at now" in capsys.readouterr().err
+        failing.clear()
+        only.log(1)
+        look(watcher)
+    look_until_done(watcher)
+    assert sorted(service.numbers) == [0, 0, 1, 1, 2]
+    assert service.opened == 2
+    assert service.ends == [1, 1]
+    assert watcher.is_all_sent
+
+
+def test_what_is_refused_is_not_said_to_be_sent_and_ends_until_done_also_if_nobody_reads(tmp_path):
+    """The directory is given twice. Its name has a letter that the output's encoding lacks."""
+    tmp_path /= "\N{CYRILLIC SMALL LETTER YA}"
+    (tmp_path / "run").mkdir(parents=True)
+    (tmp_path / "run" / "a.journal.txt").write_bytes(b"\n00000000 header {}\n")
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", "--watch", "--until-done"]
+    command += ["--interval", "0.5", "--killed-after", "0.1", str(tmp_path), f"{tmp_path}/run/.."]
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert "has nothing of a run" in done.stdout
+    assert "is sent" not in done.stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, timeout=60, check=False).returncode
+    os.close(writer)
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
@@ -356,6 +442,7 @@ def test_a_note_that_is_none_costs_no_row(tmp_path, service, watcher, damage):
         else:
             note.write_bytes({"garbage": b"\xff{", "torn": whole[:-4], "huge": b'{"acknowledged": 1e999}'}[damage])
         only.log(2)
+        watcher.release()
         look(Watcher([tmp_path], killed_s=60))
     assert set(service.numbers) == {0, 1, 2, 3, 4}
 
@@ -385,6 +472,31 @@ def _is_watched(directory: Path) -> bool:
     except TrackerUnavailableError:
         return True
     return False
+
+
+def test_runs_that_are_opened_at_once_use_the_server_that_is_set_up(tmp_path, monkeypatch):
+    """W&B's client has its own server in its settings until it has read the variables."""
+
+    class Session:
+        loaded: Any = None
+
+        @property
+        def settings(self) -> Any:
+            if self.loaded is None:
+                self.loaded = SimpleNamespace(base_url="https://api.wandb.ai")
+                time.sleep(0.2)
+                self.loaded.base_url = "https://own"
+            return self.loaded
+
+    session, servers = Session(), list[str]()
+    monkeypatch.setattr(vendor, "session", lambda: session)
+    monkeypatch.setattr(vendor, "has_credentials", lambda server: servers.append(server) or True)
+    run = watching.WandbRun("run", [])
+    run.directories = [tmp_path]
+    with ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            pool.submit(run.require_usable)
+    assert servers == ["https://own", "https://own"]
 
 
 def test_sigterm_ends_it_at_once_wherever_it_waits(tmp_path, service, capfd):

@@ -27,7 +27,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
-BUILT_IN = sorted(registry._BUILT_IN)
+BUILT_IN = sorted(registry.BUILT_IN)
 
 
 class Noted(Handle):

@@ -87,22 +87,66 @@ def seen_by(directory: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_wandb_init_of_a_script_does_nothing_and_warns_of_nothing(tmp_path):
-    code = """
-import wandb
+PROBES = {
+    "": "",
+    "twice": "importlib.util.find_spec('wandb'); importlib.util.find_spec('wandb')",
+    "pkgutil": "list(pkgutil.iter_modules()); pkgutil.resolve_name('wandb:init')",
+    "thread": "one = threading.Thread(target=importlib.import_module, args=['wandb']); one.start(); one.join()",
+    "reload": "importlib.reload(importlib.import_module('wandb'))",
+    "lazy": "lazy('wandb')",
+}
+
+
+@pytest.mark.parametrize(("tracker", "probe"), [("mlflow", ""), *(("wandb", probe) for probe in PROBES)])
+def test_the_wandb_init_of_a_script_does_nothing_and_warns_of_nothing(tmp_path, tracker, probe):
+    code = f"""
+import importlib, importlib.util, pkgutil, sys, threading
 from flyteplugins_tracking import tracking_init
 
-@tracking_init
+def lazy(name):
+    spec = importlib.util.find_spec(name)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+@tracking_init(tracker={tracker!r})
 def train():
+    {PROBES[probe]}
+    import wandb
     run = wandb.init(project="other")
-    run.log({"loss": 1})
+    run.log({{"loss": 1}})
     print(run.disabled)
 
 train()
+import wandb
 print(wandb.run)
 """
     assert seen_by(tmp_path, "-c", code) == "True\nNone\n"
     assert not (tmp_path / "wandb").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
+def test_autologging_is_off_in_the_function_and_on_after_it(tmp_path, tracker):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sklearn")
+    code = f"""
+from flyteplugins_tracking import tracking_init
+
+@tracking_init(tracker={tracker!r})
+def train():
+    import mlflow
+    from sklearn.linear_model import LinearRegression
+    mlflow.sklearn.autolog(log_models=False, log_datasets=False, silent=True)
+    LinearRegression().fit([[1.0], [2.0]], [1.0, 2.0])
+    print(mlflow.last_active_run())
+
+train()
+from mlflow.utils import autologging_utils
+print(autologging_utils._AUTOLOGGING_GLOBALLY_DISABLED)
+"""
+    assert seen_by(tmp_path, "-c", code) == "None\nFalse\n"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("mlruns") or name.endswith(".db")]
 
 
 def test_a_test_has_its_runs_where_tracking_is_turned_off(turned_off, recorded_runs):

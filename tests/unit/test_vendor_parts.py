@@ -37,6 +37,10 @@ OPTIONAL = [
     ("mlflow", "mlflow.tracking._tracking_service.utils", "_tracking_uri", mlflow.uri_set_by_program, "set_tracking_u"),
     ("mlflow", "mlflow.tracking.fluent", "_active_experiment_id", mlflow.active_experiment_id, "set_experiment"),
     ("mlflow", "mlflow.tracking.fluent", "_active_run_stack", mlflow.active_runs, "active_run()"),
+    (
+        *("mlflow", "mlflow.tracking.fluent", "_last_active_run_id"),
+        *(lambda: mlflow.set_last_active_run("r"), "last_active_run()"),
+    ),
     ("mlflow", "mlflow.utils.autologging_utils", "_AUTOLOGGING_GLOBALLY_DISABLED", lambda: off_and_on(), "autologging"),
     (
         *("mlflow", "mlflow.system_metrics.system_metrics_monitor", "SystemMetricsMonitor"),

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
+from flyteplugins_tracking._job.watch import WATCH
 from flyteplugins_tracking._util.fork import PerProcess
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import TERMINATED
@@ -269,6 +270,7 @@ class SigtermListener(PerProcess, ABC):
         """Note when the signal came. Returns whether it is the first one."""
         is_first = self._signalled_at is None
         if is_first:
+            WATCH.at_sigterm()
             self._signalled_at = self._due_at = time.monotonic()
         return is_first
 

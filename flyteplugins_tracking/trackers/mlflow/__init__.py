@@ -88,7 +88,7 @@ class MlflowTracker(Tracker):
         handle = run._handle
         return {"id": handle.id, **handle.arguments} if isinstance(handle, MlflowHandle) else None
 
-    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:
         from flyteplugins_tracking.trackers.mlflow import vendor
 
         # On another node, the file may be another one, to which nobody writes.

@@ -19,7 +19,7 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Run, join_calls, prefix_of, warn_of_changes
+from flyteplugins_tracking.trackers.client import ARGUMENTS_OF, Run, join_calls, prefix_of, warn_of_changes
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
@@ -74,6 +74,7 @@ class MlflowHandle(OutboxHandle):
         run_id, steps = opened.run.info.run_id, Steps(values)
         self._first_params: Mapping[str, str] = opened.run.data.params if opened.is_resumed else {}
         self._other_params: dict[str, str] = {}
+        self._own_params: dict[str, Any] = {}  # of this attempt
         sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), values, steps)
         super().__init__(request, tracker, sink, values, steps)
         self.run = run_class()(opened.run, self)
@@ -158,17 +159,28 @@ class MlflowHandle(OutboxHandle):
         first = {key: self._first_params[key] for key in texts if key in self._first_params}
         known = {**first, **self._other_params}
         others = {key: texts[key] for key in first if texts[key] != known[key]}
+        self._own_params.update({key: texts[key] for key in texts if key not in first})
         if others:
-            text = f". Params keep their first values: the tags {PARAMS_TAG}* have those of this attempt"
-            warn_of_changes(self._title, self.id, known, others, text)
+            kept = f"Params keep their first values: the tags {PARAMS_TAG}* have those of this attempt"
+            if self._told_status is None:
+                warn_of_changes(self._title, self.id, known, others, f". {kept}")
+            else:  # once, since a loop may open a run for each of its turns
+                self._warn_once("params", "%s: run %s: %s, the last ones", self._title, self.id, kept)
             self._other_params.update(others)
             self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
         return {**values, **first}
 
+    def tell_end(self, exit_code: Any = None) -> None:
+        """Take the params until now as those of an earlier attempt: MLflow alone would open the next run."""
+        self._first_params = {**self._own_params, **self._first_params}
+        super().tell_end(exit_code)
+
     def join(self, given: Mapping[str, Any]) -> None:
         """Add what a `mlflow.start_run` of the function says, and the decorator does not."""
         config, plan, info = self.request.config, self.request.plan, self.opened.run.info
-        placed, tags = {"run_id": info.run_id, "experiment_id": info.experiment_id}, dict(given.get("tags") or {})
+        placed, tags = {"run_id": self.id, "experiment_id": info.experiment_id}, dict(given.get("tags") or {})
+        if given.get("run_id") == info.run_id:
+            given = {**given, "run_id": self.id}
         for name, own, tag in (("run_name", config.name, _NAME_TAG), ("description", config.notes, _NOTE_TAG)):
             if own is not None or not plan.ends_run:
                 placed[name] = own
@@ -433,6 +445,9 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     vendor.leave_end_to_us(_is_open)
     vendor.replace_params(_accepted_params)
     join_calls(mlflow.start_run, _join)
+    join_calls(mlflow.set_experiment, _keep_experiment)
+    if mlflow.get_tracking_uri() == uri:  # else it would be looked for at another server
+        undo.callback(vendor.set_last_active_run, run.run_id)
     _use_server(uri, undo)
     undo.callback(vendor.use_experiment(experiment_id))
     undo.callback(set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
@@ -455,6 +470,37 @@ def _join(given: Mapping[str, Any]) -> Any:
         return None
     run._handle.join(given)
     return run
+
+
+def _keep_experiment(given: Mapping[str, Any]) -> Any:
+    """Return the run's experiment for a `mlflow.set_experiment` while a run is open: its nested runs are in it."""
+    if not _open:
+        return None
+    run = _open[-1][0]
+    experiment = run.client.get_experiment(run.info.experiment_id)
+    known = {"experiment_name": experiment.name, "experiment_id": experiment.experiment_id}
+    for name in known:
+        if given.get(name) not in (None, known[name]):
+            _warn_of_place(run, f"set_experiment({given[name]!r})", name)
+    return experiment
+
+
+def _keep_server(set_tracking_uri: Callable[..., None]) -> Callable[..., None]:
+    """Return what `mlflow.set_tracking_uri` does: while a run is open, nothing, since another server lacks the run."""
+
+    @functools.wraps(set_tracking_uri)
+    def kept(uri: Any) -> None:
+        if not _open:
+            set_tracking_uri(uri)
+        elif str(uri) != _open[-1][0]._handle.uri:
+            _warn_of_place(_open[-1][0], f"set_tracking_uri({without_credentials(str(uri))!r})", "tracking_uri")
+
+    return kept
+
+
+def _warn_of_place(run: Any, call: str, argument: str) -> None:
+    text = "MLflow: mlflow.%s has no effect while run %s is open: its rows and nested runs stay with it. Pass %s to %s"
+    _warn_once((run.run_id, argument), text, call, run.id, argument, ARGUMENTS_OF[-1])
 
 
 def _is_open(run_id: str, status: str) -> bool:
@@ -482,16 +528,13 @@ def _accepted_params(run_id: str, values: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _use_server(uri: str, undo: ExitStack) -> None:
-    import mlflow
-
+    set_tracking_uri = vendor.replace_set_tracking_uri(_keep_server)
     before, variable = vendor.uri_set_by_program(), os.environ.get("MLFLOW_TRACKING_URI")
-    if mlflow.get_tracking_uri() == uri:
-        return
-    mlflow.set_tracking_uri(uri)
+    set_tracking_uri(uri)  # even if it is that of the variable, which the function may change
 
     def put_back() -> None:
         if vendor.uri_set_by_program() == uri:
-            mlflow.set_tracking_uri(before)
+            set_tracking_uri(before)
             set_variables({"MLFLOW_TRACKING_URI": variable})
 
     undo.callback(put_back)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.modules import replace_function
+from flyteplugins_tracking._util.modules import replace_function, when_loaded
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while
 from flyteplugins_tracking.trackers import outbox
@@ -380,6 +380,17 @@ def active_runs() -> list[Any]:
     return []
 
 
+def set_last_active_run(run_id: str) -> None:
+    """Have `mlflow.last_active_run()` of this thread return this run, which has ended."""
+    with PARTS.optional("mlflow.last_active_run() does not return the run when its function has ended"):
+        from mlflow.tracking import fluent
+
+        if hasattr(fluent._last_active_run_id, "set"):
+            fluent._last_active_run_id.set(run_id)
+        else:  # of old versions, one for all threads
+            fluent._last_active_run_id = run_id
+
+
 @functools.lru_cache(maxsize=1)
 def leave_end_to_us(is_ours: Callable[[str, str], bool]) -> None:
     """Have MLflow's client leave the status of the library's open runs: frameworks and `mlflow.end_run` set it."""
@@ -417,19 +428,39 @@ def replace_params(accepted: Callable[[str, Mapping[str, Any]], Mapping[str, Any
     MlflowClient.log_param, MlflowClient.log_batch = one, batch
 
 
+@functools.lru_cache(maxsize=1)
+def replace_set_tracking_uri(replacement: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[..., None]:
+    """Have MLflow call the replacement of its `set_tracking_uri`, which is returned."""
+    import mlflow
+
+    original: Callable[..., None] = mlflow.set_tracking_uri
+    replace_function(original, replacement(original))
+    return original
+
+
 # Autologging.
 
+_AUTOLOGGING = "mlflow.utils.autologging_utils"
 
-def without_autologging() -> Undo | None:
-    """Turn autologging off if MLflow is loaded: without an active run, it would make one on each rank."""
-    module: Any = sys.modules.get("mlflow.utils.autologging_utils")
-    if module is None:
-        return None
-    with PARTS.optional("autologging is not turned off on ranks without a run"):
-        before = module._AUTOLOGGING_GLOBALLY_DISABLED
-        module._AUTOLOGGING_GLOBALLY_DISABLED = True
-        return lambda: setattr(module, "_AUTOLOGGING_GLOBALLY_DISABLED", before)
-    return None
+
+def without_autologging() -> Undo:
+    """Keep autologging off, also if MLflow is loaded later: without an active run, it would make one on each rank."""
+    before: list[tuple[Any, bool]] = []
+
+    def turn_off() -> None:
+        with PARTS.optional("autologging is not turned off on ranks without a run"):
+            module: Any = sys.modules[_AUTOLOGGING]
+            before.append((module, module._AUTOLOGGING_GLOBALLY_DISABLED))
+            module._AUTOLOGGING_GLOBALLY_DISABLED = True
+
+    forget = when_loaded(_AUTOLOGGING, turn_off)
+
+    def undo() -> None:
+        forget()
+        for module, value in reversed(before):
+            module._AUTOLOGGING_GLOBALLY_DISABLED = value
+
+    return undo
 
 
 # Metrics of the system.

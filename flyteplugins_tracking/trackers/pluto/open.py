@@ -288,7 +288,7 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
     name = request.config.name
-    if request.plan.ends_run and op.resumed and name is not None and not request.is_retry:
+    if request.plan.ends_run and op.resumed and name is not None and not request.restart_count:
         logger.warning(
             "Pluto: name=%r is ignored where run %s exists already under another name: it keeps its name and tags",
             name,

@@ -49,7 +49,7 @@ class PlutoHandle(OutboxHandle):
         self.header = {"files": queue.directory}  # who has sent the rows removes them
         values = PlutoSanitizer(tracker.title, prefix_of(request))
         steps = _steps(request, values)
-        super().__init__(request, tracker, _sink_of(op, str(request.plan.run_id), steps), values, steps)
+        super().__init__(request, tracker, _sink_of(op, str(request.plan.run_id), steps, values), values, steps)
         self.run = op
         self._take_over(request)
 
@@ -185,8 +185,9 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """The run ends when the decorated function does."""
 
 
-def _sink_of(op: Any, run_id: str, steps: Steps) -> Any:
-    return SimpleNamespace(send=_do_nothing) if op.settings.mode == "noop" else PlutoSink(op, run_id, steps)
+def _sink_of(op: Any, run_id: str, steps: Steps, values: PlutoSanitizer) -> Any:
+    is_off = op.settings.mode == "noop"
+    return SimpleNamespace(send=_do_nothing) if is_off else PlutoSink(op, run_id, steps, values.accepted)
 
 
 def _steps(request: RunRequest, values: MetricSanitizer) -> Steps:
@@ -209,18 +210,28 @@ class PlutoSanitizer(MetricSanitizer):
         super().__init__(title, prefix, odd_floats="stored, and left out of Pluto's charts and statistics")
 
     def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        row = super().clean(data)
+        return self.accepted(super().clean(data))
+
+    def accepted(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the service takes of a row, which another process may have kept."""
         return {key: plain for key, value in row.items() if (plain := self._accepted(key, value)) is not None}
 
     def _accepted(self, key: str, value: Any) -> Any:
         if not (key.isascii() and key.isprintable()):
             self.warn_once(key, "Pluto replaces each character of a key that is not printable ASCII by '-'")
         if isinstance(value, int) and abs(value) >= _LARGEST_INT:
-            return float(value)
+            return self._as_float(key, value)
         if isinstance(value, str) and len(value) > _LONGEST_STRING:
             self.warn_once(key, f"a string of more than {_LONGEST_STRING} characters is left out: Pluto takes labels")
             return None
         return value if isinstance(value, (int, float, str)) else self._media(key, value)
+
+    def _as_float(self, key: str, value: int) -> float | None:
+        try:
+            return float(value)
+        except OverflowError:
+            self.warn_once(key, "an int is left out: it is larger than any float")
+            return None
 
     def _media(self, key: str, value: Any) -> Any:
         from pluto import Data, File

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,18 @@ class PlutoSink:
 
     _is_uploading = False
 
-    def __init__(self, op: Any, run_id: str, steps: Steps) -> None:
-        """`run_id` is the run's id in messages. `steps` is for rows without a step, and for those of other attempts."""
+    def __init__(
+        self, op: Any, run_id: str, steps: Steps, accepted: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    ) -> None:
+        """Prepare the sending.
+
+        Args:
+            op: The client's run.
+            run_id: The run's id in messages.
+            steps: For rows without a step, and for those of other attempts.
+            accepted: Returns what the service takes of a row that was only kept.
+        """
+        self._accepted = accepted
         self._op, self._run_id, self._steps = op, run_id, steps
         self._service = Service(op.settings)
         self._known: dict[str, set[str]] = defaultdict(set)  # the keys that the service knows, by their type
@@ -142,7 +152,8 @@ class PlutoSink:
 
     def _add_row(self, line: Line, entries: dict[str, list[dict[str, Any]]]) -> None:
         time_ms, step = round(line["time"] * 1000), self._steps.take(line["step"])
-        row = {vendor.clean(key): value for key, value in line["row"].items()}
+        values = self._accepted(line["row"]) if line.get("is_kept") else line["row"]
+        row = {vendor.clean(key): value for key, value in values.items()}
         if numbers := {key: value for key, value in row.items() if isinstance(value, (int, float))}:
             entries["metrics"].append({"time": time_ms, "step": step, "data": numbers})
         for key, value in row.items():

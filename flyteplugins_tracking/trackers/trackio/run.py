@@ -173,7 +173,7 @@ class TrackioSink:
         self._last = self._entry({"row": {}, "time": time.time(), "id": f"{run.id}/config"}, 0)
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:  # noqa: ARG002 the store has a limit of its own
-        entries = [self._entry(line, self._steps.take(line["step"])) for line in lines if "row" in line]
+        entries = [entry for line in lines if "row" in line for entry in self._entries(line)]
         if entries:
             self._log(entries, self._sends_config)
             self._sends_config, self._last = False, entries[-1]
@@ -200,6 +200,11 @@ class TrackioSink:
             if is_refusal or isinstance(error, (TypeError, ValueError, OverflowError)):
                 raise RejectedError(str(error)) from None
             raise AwayError(f"{self._store.place} cannot be written to at present: {error}") from None
+
+    def _entries(self, line: Line) -> list[dict[str, Any]]:
+        step = self._steps.take(line["step"])
+        rows = self._run.prepared(line["row"], step) if line.get("is_kept") else [line["row"]]
+        return [self._entry({**line, "row": row}, step) for row in rows]
 
     def _entry(self, line: Line, step: int) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -87,7 +88,7 @@ def make_current(run: Any) -> Callable[[], None]:
     from trackio import context_vars as variables
 
     join_calls(trackio.init, _join)
-    join_calls(trackio.finish, _current)  # ours ends when the function does
+    join_calls(trackio.finish, _finish)
     values = {variables.current_run: run}
     with PARTS.optional("trackio.save() does not use the run's project"):
         values[variables.current_project] = run.project
@@ -115,6 +116,13 @@ def _current(_: Mapping[str, Any]) -> Any:
     return run if isinstance(run, run_class()) else None
 
 
+def _finish(given: Mapping[str, Any]) -> Any:
+    run = _current(given)
+    if run is not None:
+        run.finish()
+    return run
+
+
 def _join(given: Mapping[str, Any]) -> Any:
     """Return the run of the decorated function for a `trackio.init`; None if it is not the current one."""
     run = _current(given)
@@ -139,7 +147,12 @@ class _Taken(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[dict[str, Any]] = []
+        self._of_thread = threading.local()  # the outbox's thread prepares kept rows beside the function's
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = self._of_thread.__dict__.setdefault("entries", [])
+        return entries
 
     def append(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
@@ -178,17 +191,19 @@ class _Logging:
         self.tracking.log(metrics, step)
 
     def finish(self) -> None:
-        """Do nothing: the run ends when the decorated function does."""
+        """End nothing: the run ends when the decorated function does."""
+        self.tracking.tell_end()
 
     def __reduce__(self) -> Any:
         refuse_to_pickle()
 
     def prepared(self, row: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
         """Return a row as Trackio sends it: images are files, and values are JSON's. Nothing if it cannot be sent."""
-        queue = self._queued_logs
+        entries = self._queued_logs.entries
         super().log(dict(row), step=step)  # type: ignore[misc]
-        entries, queue.entries = queue.entries, []
-        return [entry["metrics"] for entry in entries]
+        rows = [entry["metrics"] for entry in entries]
+        entries.clear()
+        return rows
 
     def _get_username(self) -> Any:
         with suppress(TimeoutError):

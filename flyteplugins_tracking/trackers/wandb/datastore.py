@@ -89,7 +89,8 @@ def description(directory: Path) -> Any:
     """
     file, kinds = file_in(directory), []
     if file is None and any(directory.glob("*.wandb")):
-        raise TrackerUnavailableError(f"{directory} was not sent: its .wandb file is not a file of this user")
+        text = f"{directory} was not sent: its .wandb file is not a file of this user"
+        raise TrackerUnavailableError(text, is_outage=False)
     for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
         kinds.append(kind)
         if kind == "run":
@@ -99,10 +100,10 @@ def description(directory: Path) -> Any:
     return None
 
 
-def started_at(directory: Path) -> set[float]:
-    """Return when the run was opened, in seconds since the epoch; nothing if that is not known."""
+def started_at(directory: Path) -> float | None:
+    """Return when the run was opened, in seconds since the epoch; None if that is not known."""
     described = description(directory)
-    return set() if described is None else {described.start_time.ToMicroseconds() / 1e6}
+    return None if described is None else float(described.start_time.ToMicroseconds() / 1e6)
 
 
 def arguments_of(record: Any) -> dict[str, Any]:

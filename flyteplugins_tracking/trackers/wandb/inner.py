@@ -1,23 +1,25 @@
 """`wandb.init` in a decorated function, as scripts and frameworks call it: it joins the function's run.
 
 The run gains what the call says and `tracking_init` does not: config, name, notes, tags. What places a run stays as it
-is: its project, its id, its group. W&B's own `init` is not called: it would make a directory for another run, and
-refuse `resume="must"` beside a run that is open.
+is: its project, its id, its group. A WANDB_ variable that the script has set since is as an argument. W&B's own `init`
+is not called: it would make a directory for another run, and refuse `resume="must"` beside a run that is open.
 
 On a rank without a run, the call returns a run that does nothing. A call that asks for another run (`reinit=` is
-"create_new" or "finish_previous") and one in a forked child are W&B's own, on each rank.
+"create_new" or "finish_previous"), one in a forked child and one in a sweep's trial that the function runs are W&B's
+own, on each rank.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.config import is_disabled
-from flyteplugins_tracking.trackers.wandb import inactive, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import forced_run_id, inactive, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,11 @@ _PATCHING = ("monitor_gym", "sync_tensorboard", "tensorboard")
 _ANOTHER = (True, "create_new", "finish_previous")
 # The arguments whose names as attributes of a run, or as its settings, are others.
 _SETTINGS = {"dir": "root_dir"}
+# The variables that are arguments too.
+_VARIABLES = {
+    **{f"WANDB_{name.upper()}": name for name in ("name", "notes", "tags", "project", "job_type", "dir", "mode")},
+    "WANDB_RUN_GROUP": "group",
+}
 
 
 def join_calls() -> None:
@@ -41,20 +48,49 @@ def join_calls() -> None:
 
 def _join(arguments: Mapping[str, Any]) -> Any:
     """Return the run for a call of `wandb.init`; None if it is W&B's own."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {**_changed_variables(), **{name: value for name, value in arguments.items() if value is not None}}
     run, is_another = _latest_run(), _asks_for_another(given)
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.is_parents:
         is_off = inactive.ranks and not is_another and (run is None or run.disabled)
         return _without_effect(given) if is_off else None
+    if _is_for_trial(handle):
+        return None
     if run.disabled and is_another:  # the decorator's mode="disabled" is for all that its function does
         return vendor.init(**{**given, "mode": "disabled"})
-    if is_another or (_setting(given, "mode") == "disabled" and not run.disabled):
+    if is_another:
         return None
+    if _setting(given, "mode") == "disabled" and not run.disabled:
+        return vendor.init(**{**given, "mode": "disabled"})  # W&B reads the variable once
     if not run.disabled:
         _patch(run, given)
     _describe(handle, given)
+    vendor.set_global_run(run)  # the end of another run, opened with reinit=, has unset it
     return run
+
+
+def _is_for_trial(handle: WandbHandle) -> bool:
+    """Whether a call is for the run of a sweep's trial, which `wandb.agent` has begun inside of the function."""
+    trial = forced_run_id()
+    if trial in (None, handle.id):
+        return False
+    text = (
+        "W&B: wandb.agent() runs trials inside of run %s. Each trial has its own run in the sweep, which W&B's client "
+        "opens and ends alone: decorate the trial's function with tracking_init, and this library does"
+    )
+    handle.warn_once("trial", text, handle.id)
+    return True
+
+
+def _changed_variables() -> dict[str, Any]:
+    """Return the arguments that variables say which the script has set since W&B has read them."""
+    known = vendor.known_variables()
+    new = {
+        argument: os.environ[name]
+        for name, argument in _VARIABLES.items()
+        if os.environ.get(name) not in (None, "", known.get(name))
+    }
+    return {**new, "tags": new["tags"].split(",")} if "tags" in new else new
 
 
 def _latest_run() -> Any:
@@ -109,6 +145,7 @@ def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
     run, request = handle.run, handle.request
     if not request.plan.primary:  # that rank's call describes the run
         return
+    _warn_of_another(handle, given)
     kept = list(_misplaced(run, given))
     if "config" in given:
         kept += _add_config(run, request.config.config, given)
@@ -126,6 +163,12 @@ def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
         client.warn_of_placed(handle.warn_once, "W&B", "wandb.init", run.id, kept)
 
 
+def _warn_of_another(handle: WandbHandle, given: Mapping[str, Any]) -> None:
+    if handle.was_told_to_end and not handle.is_disabled:
+        more = "pass reinit='create_new', or "
+        client.warn_of_another(handle.warn_once, "W&B", "wandb.init", handle.id, given, more)
+
+
 def _add_config(run: Any, own: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Add the call's config to the run's. Yields the keys that the decorator has set to other values."""
     values = vendor.parse_config(given["config"], given.get("config_exclude_keys"), given.get("config_include_keys"))
@@ -141,10 +184,22 @@ def _misplaced(run: Any, given: Mapping[str, Any]) -> Iterator[str]:
     for name, value in given.items():
         if name in (*_DESCRIBING, *_OPENING, *_PATCHING):
             continue
-        if name == "settings":  # they may hold a key
-            yield "settings=..."
-        elif _differ(getattr(run, name, getattr(run.settings, _SETTINGS.get(name, name), None)), value):
+        if name == "settings":  # without their values: they may hold a key
+            names = value if isinstance(value, Mapping) else value.model_fields_set
+            of_value = value if isinstance(value, Mapping) else vars(value)
+            yield from (
+                f"settings {one}"
+                for one in sorted(names)
+                if one not in _OPENING and _differ(getattr(run.settings, one, None), of_value.get(one))
+            )
+        elif _differ(_current(run, name), value):
             yield f"{name}={value!r}"
+
+
+def _current(run: Any, name: str) -> Any:
+    """Return what an argument has set."""
+    setting = getattr(run.settings, _SETTINGS.get(name, name), None)
+    return setting if name in _SETTINGS else getattr(run, name, setting)
 
 
 def _differ(one: Any, other: Any) -> bool:

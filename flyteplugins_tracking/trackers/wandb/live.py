@@ -7,7 +7,6 @@ several writers, rows have numbers: see `roles`. So whoever sends next, or opens
 
 from __future__ import annotations
 
-import glob
 import shutil
 import tempfile
 import time
@@ -24,8 +23,10 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import Left, attempt_at
 from flyteplugins_tracking.trackers.wandb.send import Files, LaterEnd, label_in, place_of, require_unwritten
 
-# The records beside rows that are sent as they are. Saved files and artifacts are sent at the end.
-_FORWARDED, _OF_PRIMARY = ("config", "summary", "metric"), ("stats", "output", "output_raw")
+# The records beside rows that are sent as they are. Of the first ones W&B keeps the last, of the second ones all. In a
+# shared run, those of the third kind are the primary's. Saved files and artifacts are sent at the end.
+_REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw")
+_OF_PRIMARY = ("environment", *_ADDING)
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are in a file already.
 _SETTINGS = {
     **{"x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True},
@@ -38,6 +39,13 @@ _MOST = 20_000
 _COUNTED_S = 15.0
 # How long W&B may take to say that it has the last row, and how often it is asked, in seconds.
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
+# How long wandb-core may take to close a run that it does not end, in seconds.
+_LET_GO_S = 5.0
+# How often W&B is asked which rows it has. If none of those that it lacks arrives meanwhile, the run is opened again:
+# the first time after the second time here. Then each time after twice as long, up to the third one.
+_ASKED_S, _STALLED_S, _LONGEST_STALLED_S = 15.0, 30.0, 600.0
+# What wandb-core says of a run whose id it has open: it opens each once, so one writer of a run is live at a time.
+_IN_USE = "is in use"
 # The directory of W&B's client that sends, in the run's directory: see `outbox.SENDERS_LOG`.
 _FOLDER = "sender-"
 
@@ -52,6 +60,7 @@ class _File:
         first = next(iter(self._attempt.rows()), None)
         self._is_placed = first is not None and first.is_placed
         self.known: set[float] = set()  # the rows that W&B had before: their numbers, or else their times
+        self.described: dict[str, Any] | None = None  # with which arguments, as its last record says
         self.is_done = False  # whether its process has ended, and all was read: it may be long
 
     @property
@@ -70,6 +79,40 @@ class _File:
         """Return a row at the step that it gets."""
         values = self._attempt.with_columns(row._replace(is_placed=self._is_placed)) if self.first_at else row.values
         return Row(row.step + (self.first_at or 0), values)
+
+
+class Taken:
+    """Whether W&B takes what it is handed: one refusal ends wandb-core's sending for good, and it does not tell.
+
+    Attributes:
+        is_stalled: Whether it does not, since the last time that it did.
+    """
+
+    is_stalled = False
+    _rows: int | None = None
+    _ask_at = _since = 0.0
+    _limit_s = _STALLED_S
+
+    def look(self, run: LiveRun) -> bool:
+        """Ask W&B, now and then. Returns whether the run is to be opened again.
+
+        Raises:
+            TrackerUnavailableError: W&B does not say.
+        """
+        now = time.monotonic()
+        if not self.is_stalled and now < self._ask_at:
+            return False
+        before, self._rows = self._rows, None  # an outage is no refusal
+        self._rows, lacks = run.count()
+        self._ask_at = now + _ASKED_S
+        if not lacks or self._rows != before:
+            if not lacks or (before is not None and self._rows > before):
+                self.is_stalled, self._limit_s = False, _STALLED_S
+            self._since = now
+        if now < self._since + self._limit_s:
+            return False
+        self.is_stalled, self._since, self._limit_s = True, now, min(2 * self._limit_s, _LONGEST_STALLED_S)
+        return True
 
 
 class LiveRun:
@@ -96,9 +139,11 @@ class LiveRun:
         self.place, self._kept = (place_of(attempt, described, is_set_up_here=is_here) for is_here in (True, False))
         self._column, self._label = roles.column_in(attempt), label_in(first)
         self._files: dict[Path, _File] = {}
+        self._columns: set[str] = set()  # those of rows
+        self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
         vendor.drop_unusable_service()
         self._reader, self._later = vendor.Reader(self.place), None
-        settings, found = dict[str, Any](_SETTINGS), self._reader.stored()
+        settings, found = {**_SETTINGS, "console": vendor.leave_console_alone()}, self._reader.stored()
         if self._column is None:
             outbox.await_count(first.parent, self.place.run_id, time.monotonic() + _COUNTED_S)
             found = self._reader.stored()
@@ -115,7 +160,17 @@ class LiveRun:
         is_described = described is not None and (found is None or self._column is None) and self._later is None
         folder = tempfile.mkdtemp(prefix=_FOLDER, dir=first)
         arguments = datastore.arguments_of(described) if is_described else {}
-        self._run = vendor.open_to_send(self.place, arguments, folder, settings)
+        try:
+            self._run = vendor.open_to_send(self.place, arguments, folder, settings)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if _IN_USE not in str(error):
+                raise
+            text = (
+                f"{self.place.run_id} is open here for another role, node or project: this one is sent when that ends"
+            )
+            raise TrackerUnavailableError(text) from error
+        self._rows_before = 0 if found is None else found.rows
         self._next_step = int(self._run.starting_step)
 
     def send(self, directories: Sequence[Path], *, is_written: bool = True) -> int:
@@ -152,6 +207,23 @@ class LiveRun:
         """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
         return isinstance(error, vendor.service_gone(self._run, error))
 
+    def count(self) -> tuple[int, bool]:
+        """Return how far W&B is with the run, and whether it lacks rows that it was handed.
+
+        Raises:
+            TrackerUnavailableError: It does not say.
+        """
+        found = self._reader.stored()
+        if self._column is None:
+            count, wanted = (0 if found is None else found.last_step + 1), self._next_step
+        else:
+            count, wanted = (0 if found is None else found.rows), self._rows_before + self.rows
+        return count, count < wanted
+
+    def let_go(self) -> None:
+        """Leave the run as it is: another process writes it, or its files are not here any more."""
+        vendor.let_go(self._run, _LET_GO_S)
+
     def finish(self, directories: Sequence[Path]) -> int:
         """Send the rest, and end the run, as a failure if its process was killed before it could tell its exit code.
 
@@ -161,12 +233,14 @@ class LiveRun:
         Raises:
             TrackerUnavailableError: W&B lacks a file or an artifact.
         """
+        sizes = dict(zip(directories, map(outbox.file_size, directories), strict=True))
         while self.send(directories, is_written=False):
             pass
         left, run, later = self._left(directories), self._run, self._later
         exit_code = attempt_at(directories[-1]).exit_code if later is None else later.exit_code
         exit_code = 1 if exit_code is None else exit_code
         files = Files(left)
+        vendor.forward_summary(run, self._summary.values())
         if self._column is None:
             files.ask(vendor.stored_run(self.place))
             files.send(run)
@@ -180,10 +254,13 @@ class LiveRun:
         if self._column is None:  # or else `send` looks which rows W&B has
             self._require_last_row()
             left.clear()
+            outbox.mark_all_synced(sizes)
             if later is not None:
                 later.path.unlink(missing_ok=True)
             files.require_sent(directories[-1])
-        for folder in directories[0].parent.glob(f"*{glob.escape(self.place.run_id)}*/{_FOLDER}*"):
+        of_id = outbox.directories_of(directories[0].parent, self.place.run_id)
+        of_run = (path for path in of_id if outbox.project_of(path) == outbox.project_of(directories[0]))
+        for folder in chain.from_iterable(path.glob(f"{_FOLDER}*") for path in of_run):
             shutil.rmtree(folder, ignore_errors=True)
         return exit_code
 
@@ -227,16 +304,58 @@ class LiveRun:
 
     def _rows_of(self, file: _File, *, is_written: bool) -> Iterator[Row]:
         """Yield the new rows of a file. What else it has is sent on the way."""
-        run = self._run
+        run, left_out = self._run, _OF_PRIMARY if label_in(file.directory) else ()
+        passed: list[bytes] = []  # an earlier sender has sent it, if a row behind it has arrived
         for kind, record, data in file.records(is_written=is_written):
             if kind == "history":
-                yield from self._new(file, [datastore.row_of(record)])
+                logged = datastore.row_of(record)
+                self._columns.update(logged.values)
+                for row in self._new(file, [logged]):
+                    self._forward(passed)
+                    yield row
+                passed.clear()
             elif kind == "run" and self._column is None:
-                run.config.update(datastore.arguments_of(record)["config"], allow_val_change=True)
+                self._describe(file, datastore.arguments_of(record))
             elif kind == "preempting":
                 run.mark_preempting()
-            elif kind in _FORWARDED or (kind in _OF_PRIMARY and not label_in(file.directory)):
+            elif kind == "summary":
+                self._summarize(record)
+            elif kind in _REPLACING and kind not in left_out:
                 vendor.forward(run, data)
+            elif kind in _ADDING and kind not in left_out:
+                passed.append(data)
+        self._forward(passed)
+
+    def _describe(self, file: _File, described: dict[str, Any]) -> None:
+        """Send the config, and what the process has changed. What it began with an earlier sender has sent.
+
+        A user may have changed that at W&B since.
+        """
+        self._run.config.update(described["config"], allow_val_change=True)
+        before, file.described = file.described, described
+        for name in ("name", "notes", "tags"):
+            is_new = file.first_at is None if before is None else described[name] != before[name]
+            if is_new and described[name] is not None:
+                setattr(self._run, name, described[name])
+
+    def _summarize(self, record: Any) -> None:
+        """Send the summary that the function has set. That of columns, such as a minimum, wandb-core makes of the rows.
+
+        If it was given one, it would make none. So what the files have of columns is sent at the end.
+        """
+        new = []
+        for item in record.update:
+            path = tuple(item.nested_key) or (item.key,)
+            if path[0] in self._columns:
+                self._summary[path] = item
+            elif not path[0].startswith("_"):
+                new.append(item)
+        vendor.forward_summary(self._run, new, record.remove)
+
+    def _forward(self, records: list[bytes]) -> None:
+        for record in records:
+            vendor.forward(self._run, record)
+        records.clear()
 
     def _new(self, file: _File, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows that W&B lacks, as they are logged."""

@@ -10,11 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
@@ -60,8 +59,6 @@ _SAFER_SETTINGS = {
 }
 # How often rows are sent if the next attempt could not send them, in seconds: wandb's 15 s is what a kill would lose.
 _PROMPT_S = 2.0
-# The largest log of a run that could not be opened, in bytes.
-_LONGEST_LOG = 1 << 26
 # How long `wandb.init` may run beyond its own timeout, and how long it asks whose key it is.
 _INIT_GRACE_S, _VIEWER_S = 0.5, 10.0
 # How long W&B may take to say how many rows a run has.
@@ -111,7 +108,7 @@ def open_run(request: RunRequest) -> Handle:
         run = _open_here(request)
         if request.has_other_writers:
             had_rows = bool(run.resumed) and run.starting_step > 0
-            is_resumed = request.is_retry or had_rows if barrier is None else barrier.has_resumed(had_rows)
+            is_resumed = request.restart_count > 0 or had_rows if barrier is None else barrier.has_resumed(had_rows)
             vendor.set_resumed(run, is_resumed)
         return SharedHandle(run, before, request, barrier)
 
@@ -212,7 +209,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
         known, limit_s = found or _earlier(request, place), viewer_s + settings.init_timeout + _INIT_GRACE_S
-        with _removed_if_away(request, directory, place.run_id), vendor.opening_within(limit_s):
+        with _failing_completely(request, directory, place.run_id), vendor.opening_within(limit_s):
             run = vendor.init(**arguments)
         outbox.open_outbox(request, run, found=found)
         if known is not None:
@@ -225,20 +222,18 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _removed_if_away(request: RunRequest, directory: Path, run_id: str) -> Iterator[None]:
-    """Remove the directory that a `wandb.init` has made, if it fails and the run goes on in another one."""
+def _failing_completely(request: RunRequest, directory: Path, run_id: str) -> Iterator[None]:
+    """If a `wandb.init` fails, say the server's status; remove its directory, if the run goes on in another one."""
     before = set(directory.glob("run-*"))
     try:
         yield
     except BaseException as error:
-        if request.config.if_unavailable != "degrade" or not vendor.is_outage(error):
-            raise
-        # Other processes may open runs here too. A log has the id of the process before the place in the code.
-        mark = f":{os.getpid()} [".encode()
-        for path in set(directory.glob(f"run-*-{run_id}*")) - before:
-            with suppress(OSError):
-                if mark in read_own(path / "logs" / "debug.log", _LONGEST_LOG):
-                    shutil.rmtree(path, ignore_errors=True)
+        # Other processes may open runs here too.
+        made = [path for path in set(directory.glob(f"run-*-{run_id}*")) - before if vendor.is_own_run(path)]
+        vendor.add_status(error, made)
+        if request.config.if_unavailable == "degrade" and vendor.is_outage(error):
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
         raise
 
 
@@ -250,7 +245,7 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> outbox.Place:
 
 def _earlier(request: RunRequest, place: outbox.Place) -> Stored | None:
     """Return what W&B has of the run of an earlier attempt, if this one has a config that may differ."""
-    may_differ = request.is_retry and request.plan.primary and request.config.config and place.run_id
+    may_differ = _may_go_on(request) and request.plan.primary and request.config.config and place.run_id
     return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None
 
 
@@ -367,7 +362,7 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     # The second: a role that ends must see by then that the owner has started again.
     if _dies_with_pod(request) or request.config.roles is not None:
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
-    if request.is_retry:
+    if request.restart_count:
         _keep_earlier_console(settings, effective)
     info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
     has_others = is_online and info is not None and info.world_size > 1
@@ -375,6 +370,12 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     if is_online:
         _authenticate(settings, effective, request)
     return settings
+
+
+def _may_go_on(request: RunRequest) -> bool:
+    """Whether the run may be an earlier attempt's: there was one, or the user has chosen the run by its id."""
+    is_chosen = request.config.id is not None or "WANDB_RUN_ID" in os.environ
+    return request.restart_count > 0 or (is_chosen and forced_run_id() is None)
 
 
 def _keep_earlier_console(settings: Any, effective: Any) -> None:

@@ -33,6 +33,7 @@ import time
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +47,9 @@ from flyteplugins_tracking._util.files import (
     touch_own,
 )
 from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
+from flyteplugins_tracking.trackers.client import RESTART_COUNT
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
@@ -74,6 +76,8 @@ _READ_S = 60.0
 LATE_S = 6.0
 # What `wandb sync` keeps beside a file, with the key that tells that rows were sent by `live`, and its most bytes.
 _STATE, _SENDER, _LONGEST_STATE = ".syncstate", "flyteplugins_tracking", 4096
+# What marks a file as sent for `wandb sync`. It has the size that was sent; that of `wandb sync` itself is empty.
+_SYNCED = ".synced"
 # Where wandb-core's log is in a run's directory. Its time tells when wandb-core has sent something last.
 LOG = ("logs", "debug-internal.log")
 # The logs of those who have sent what is there: see `live`.
@@ -127,10 +131,11 @@ class AttemptOnDisk:
     @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
-        if not self.journals:
-            return datastore.exit_code(self.directory)
         ends = chain.from_iterable(chain([one.header], one.lines()) for one in self.journals)
-        return next((end["exit_code"] for end in ends if "exit_code" in end), None)
+        for end in ends:
+            if "exit_code" in end:
+                return int(end["exit_code"])
+        return datastore.exit_code(self.directory)  # a copy may have a journal that its process has removed, cut off
 
     def rows(self, since: int = 0) -> Iterator[Row]:
         """Yield its rows from a step on, in their order."""
@@ -157,7 +162,7 @@ class AttemptOnDisk:
     def logged_at(self) -> set[float]:
         """Return the times of all its rows; if it has none, that of its start. W&B's rows have them too."""
         times = {row.time for row in chain(datastore.rows(self.directory), self.rows())}
-        return times or datastore.started_at(self.directory)
+        return times or {at for at in [datastore.started_at(self.directory)] if at is not None}
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that its processes have logged, and W&B may lack."""
@@ -362,13 +367,33 @@ def directories_of(parent: Path, run_id: str, prefix: str = "") -> list[Path]:
     Another user may have made one, where others can write: its rows and files are not sent.
     """
     found = parent.glob(f"{prefix or '*run-'}*-{glob.escape(run_id)}*")
-    return sorted(path for path in found if is_own_directory(path) and run_id_of(path) == run_id)
+    return sorted((path for path in found if is_own_directory(path) and run_id_of(path) == run_id), key=start_of)
+
+
+def start_of(directory: Path) -> tuple[float, str]:
+    """Return what sorts directories by their start. Their names have local times, which may be of several zones."""
+    with contextlib.suppress(TrackerUnavailableError):  # it is damaged, or another user's
+        if (started_at := datastore.started_at(directory)) is not None:
+            return started_at, directory.name
+    with contextlib.suppress(ValueError, OverflowError):  # of a process that was killed while it opened the run
+        text = directory.name.partition("run-")[2].partition("-")[0]
+        return datetime.strptime(text, "%Y%m%d_%H%M%S").astimezone().timestamp(), directory.name
+    return 0.0, directory.name
 
 
 def run_id_of(directory: Path) -> str:
     """Return the id of a directory's run. The directory's own name may have a suffix, and its file's has none."""
     file = datastore.file_in(directory)
     return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
+
+
+def project_of(directory: Path) -> str:
+    """Return the project of a directory's run; "" if that is not known yet, or not to be read."""
+    with contextlib.suppress(OSError, TrackerUnavailableError):
+        described = datastore.description(directory)
+        if described is not None:
+            return str(described.project)
+    return next((Place(*journal.header["place"]).project for journal in attempt_at(directory).journals), "")
 
 
 def label_of(request: RunRequest) -> str | None:
@@ -409,15 +434,47 @@ def directory_to_send(request: RunRequest, run: Any) -> str:
 
 
 def is_synced(directory: Path) -> bool:
-    """Whether the file of this directory was sent, by `wandb sync` or row by row."""
-    return any(map(is_own_file, directory.glob("*.synced")))
+    """Whether the file of this directory was sent, by `wandb sync` or row by row, and has not grown since."""
+    file = datastore.file_in(directory)
+    return is_marked(directory) and not any(
+        file_size(directory) > int(size) if size.isdecimal() else file and _is_newer(file, path)
+        for path, size in ((path, own_text(path) or "") for path in directory.glob(f"*{_SYNCED}"))
+    )
 
 
-def mark_synced(directory: Path) -> None:
-    """Note that the file of this directory was sent: `wandb sync` would send it again."""
+def _is_newer(file: Path, mark: Path) -> bool:
+    """Whether a file was written since `wandb sync` has marked it, which it does also while a process writes it."""
+    return file.stat().st_mtime > mark.stat().st_mtime
+
+
+def is_marked(directory: Path) -> bool:
+    """Whether the file of this directory was sent once. It may have grown since."""
+    return any(map(is_own_file, directory.glob(f"*{_SYNCED}")))
+
+
+def mark_all_synced(sizes: Mapping[Path, int]) -> None:
+    """Note of each directory how much of its file was sent."""
+    for path, size in sizes.items():
+        mark_synced(path, size)
+
+
+def mark_synced(directory: Path, size: int | None = None) -> None:
+    """Note that the file of this directory was sent: `wandb sync` would send it again.
+
+    Args:
+        directory: The directory.
+        size: How long the file was before it was read, if it is longer now. A process that seemed killed may go on.
+    """
     file = datastore.file_in(directory)
     if file is not None:
-        touch_own(Path(f"{file}.synced"))
+        touch_own(Path(f"{file}{_SYNCED}"))
+        replace_whole(Path(f"{file}{_SYNCED}"), str(file_size(directory) if size is None else size))
+
+
+def file_size(directory: Path) -> int:
+    """Return the size of the file of this directory in bytes; 0 if there is none."""
+    file = datastore.file_in(directory)
+    return 0 if file is None else file.stat().st_size
 
 
 def starting_step(directory: Path, *, of_live: bool = False) -> int | None:
@@ -510,6 +567,7 @@ class WandbOutbox:
     column: str | None = None
     _sent: Left | None = None  # what this run has logged again
     _unkept = 0
+    _is_row_open = False  # whether what is logged next, without a step, is put into the last row
     _role_step = -1  # that of the role's last row
 
     def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
@@ -604,7 +662,8 @@ class WandbOutbox:
         known_step = step if self.next_step is None else self.next_step
         self._journal.add(record_of(row, known_step, step is not None, self._role_step))
         self._unkept += self._journal.is_closed
-        if self.next_step is not None and (commit or (commit is None and step is None)):
+        self._is_row_open = not (commit or (commit is None and step is None))
+        if self.next_step is not None and not self._is_row_open:
             self.next_step += 1
 
     def end(self, exit_code: int) -> None:
@@ -692,7 +751,8 @@ class OfflineOutbox(WandbOutbox):
             known = set().union(*(later.times() for later in attempts[number + 1 :]))
             for row in attempt.missing():
                 if row.time not in known:
-                    log_kept(self._kind.log, self._run, dict(attempt.with_columns(row)), None, True)
+                    step = self.next_step + 1 if self._is_row_open and self.next_step is not None else None
+                    log_kept(self._kind.log, self._run, dict(attempt.with_columns(row)), step, True)
             attempt.remove_journals()
 
     def _is_whole(self) -> bool:
@@ -767,7 +827,7 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
         is_automatic=is_automatic,
         host=socket.gethostname(),
         step_metric=request.config.step_metric,
-        restart_count=restart_count_of(request),
+        restart_count=request.restart_count,
         **more,
     )
     if not run.offline and not has_others:

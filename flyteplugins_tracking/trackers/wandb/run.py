@@ -22,7 +22,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of, run_config, warn_of_changes
+from flyteplugins_tracking.trackers.client import RESTART_COUNT, run_config, warn_of_changes
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
@@ -123,6 +123,11 @@ class WandbHandle(Handle):
     def is_parents(self) -> bool:
         """Whether the process that has opened the run is a parent of this one."""
         return os.getpid() != self._pid
+
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether the function has called `finish()`, which ends nothing."""
+        return self._told_status is not None
 
     @property
     def files(self) -> str | None:
@@ -331,8 +336,11 @@ class WandbHandle(Handle):
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
+            refusal = vendor.refusal_of_rows(outbox.run_directory(self.run))
             with self._late_lock:
-                if not self._has_left:  # by another thread, while the run ended
+                if refusal:
+                    self._warn_of_rest(upload, refusal)
+                elif not self._has_left:  # by another thread, while the run ended
                     self._outbox.clear()
         except TimeoutError:
             self._warn_of_rest(upload, limit.why)
@@ -494,7 +502,7 @@ class Rollback:
     def __init__(self, handle: WandbHandle, request: RunRequest) -> None:
         self._handle = handle
         self._column = request.config.step_metric
-        self._restart_count = restart_count_of(request)
+        self._restart_count = request.restart_count
         self._distance = 0  # the same for all rows: calls of one step stay one row
         self._late = LateRows(handle, self._column)
 

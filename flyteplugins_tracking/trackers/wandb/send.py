@@ -80,9 +80,9 @@ def in_order(directories: Iterable[Path]) -> list[Path]:
     follows the other ranks. Roles follow the owner, which has made the run.
     """
 
-    def place_of(directory: Path) -> tuple[bool, bool, bool, str]:
+    def place_of(directory: Path) -> tuple[bool, bool, bool, tuple[float, str]]:
         label = label_in(directory)
-        return not is_rank(directory), not label, outbox.is_offline(directory), directory.name
+        return not is_rank(directory), not label, outbox.is_offline(directory), outbox.start_of(directory)
 
     return sorted(directories, key=place_of)
 
@@ -99,7 +99,8 @@ def label_in(directory: Path) -> str:
     It is the suffix that `open._adapt_to_part` has W&B's client give the directory. The client's own is a number: of a
     directory whose name was taken, since the run was opened twice in a second.
     """
-    suffix = directory.name.partition(f"-{outbox.run_id_of(directory)}-")[2]
+    behind_time = directory.name.partition("run-")[2].partition("-")[2]  # an id may be "run"
+    suffix = behind_time.removeprefix(outbox.run_id_of(directory)).removeprefix("-")
     return "" if suffix.isdecimal() else suffix
 
 
@@ -116,13 +117,18 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
     Raises:
         TrackerUnavailableError: It was not sent, or W&B has not confirmed that it has it; or a process is writing it.
     """
-    described, attempt = datastore.description(directory), attempt_at(directory)
+    size, described, attempt = outbox.file_size(directory), datastore.description(directory), attempt_at(directory)
     if any(journal.is_open() for journal in attempt.journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     if described is None and not any(True for _ in attempt.rows()):
         require_all_sent(directory)
+        if outbox.is_offline(directory):
+            outbox.mark_synced(directory, size)
         return f"{directory} has no rows: its process was killed while it opened the run"
     is_offline = outbox.is_offline(directory)
+    if (attempt.journals or is_unsent(directory)) and not os.access(directory, os.W_OK):  # `wandb sync` does not say so
+        text = f"{directory} cannot be written, and it must note what is sent: a read-only file system, or permissions"
+        raise TrackerUnavailableError(text, is_outage=False)
     # The journals have the server that was set up where it was logged, which may be another one.
     place, kept = (place_of(attempt, described, is_set_up_here=is_here) for is_here in (is_offline, False))
     if not is_offline:
@@ -281,7 +287,7 @@ def _is_next(attempt: AttemptOnDisk, described: Any, found: vendor.Stored | None
     It sends all rows of a file, has the run end as that did, and starts at the run's first row if the client was not
     told to resume the run.
     """
-    if outbox.starting_step(attempt.directory, of_live=True) is not None:
+    if outbox.starting_step(attempt.directory, of_live=True) is not None or outbox.is_marked(attempt.directory):
         return False
     if found is None or found.last_step < 0:
         return True
@@ -299,7 +305,7 @@ def _sync(directory: Path, place: Place) -> int:
     Raises:
         TrackerUnavailableError: W&B does not count them.
     """
-    steps = [row.step for row in datastore.rows(directory)]
+    size, steps = outbox.file_size(directory), [row.step for row in datastore.rows(directory)]
     before = vendor.Reader(place).stored()
     require_unwritten(before, directory.parent, place.run_id)
     if _was_sent(directory, steps, before):
@@ -316,7 +322,7 @@ def _sync(directory: Path, place: Place) -> int:
                 f"send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
             )
         time.sleep(_POLL_S)
-    outbox.mark_synced(directory)  # the client does not, if the end of the file is damaged
+    outbox.mark_synced(directory, size)  # the client does not, if the end of the file is damaged
     exit_code = datastore.exit_code(directory)  # `wandb sync` before 0.28 tells W&B 0 in any case
     if exit_code is not None and (exit_code == 0) != (found.state == "finished"):
         with _opened(place, {}, exit_code):
@@ -537,9 +543,10 @@ class _Numbered:
         self._found = vendor.stored_run(place)
         # The status with which the run is to end. Of a rank that comes after the run's end: that with which it has.
         ended_with = None if self._found is None else STATES.get(self._found.state)
-        last_at = self._found.values("_timestamp", column)[-1:] if self._found and ended_with is not None else []
+        # Of all its rows, in any order: what was sent from another rank's directory just now comes behind later rows.
+        logged_at = self._found.values("_timestamp", column) if self._found and ended_with is not None else []
         # Whether its run has gone on after it. Then it is left as that has left it.
-        self._is_past = any(_is_later(at, _logged_at(left.attempts)) for at in last_at)
+        self._is_past = _is_later(max(logged_at, default=None), _logged_at(left.attempts))
         self._is_late = ended_with is not None and (bool(self._label) or self._is_past)
         is_ends = not self._label and not self._is_past
         self._exit_code = left.exit_code if is_ends else ended_with if self._role == OWNER else None
@@ -672,7 +679,8 @@ def _opened(
                 run.mark_preempting()
             run.finish(exit_code=exit_code)
         except BaseException:
-            vendor.end_interrupted(place.run_id, before, 1, _CUT_S)
+            others = [run for run in vendor.open_runs() if run.id != place.run_id]  # other threads have opened them
+            vendor.end_interrupted(place.run_id, [*before, *others], 1, _CUT_S)
             raise
 
 

@@ -20,14 +20,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util import threads
-from flyteplugins_tracking._util.files import is_own_file
+from flyteplugins_tracking._util.files import is_own_file, read_own
 from flyteplugins_tracking._util.fork import OwnLock, PerProcess, register
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import variables
@@ -143,8 +143,20 @@ def without_error_reports() -> Iterator[None]:
         if find_spec("wandb.analytics.opentelemetry") is not None:  # the variable is enough before 0.28
             reports = importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy
             getattr(reports, "disable", lambda: None)()  # from 0.30 on
-    with variables({"WANDB_ERROR_REPORTING": "false"}):
-        yield
+    changes, known = {"WANDB_ERROR_REPORTING": "false"}, known_variables()
+    with variables(changes):
+        known.update(changes)
+        try:
+            yield
+        finally:
+            for name in changes:
+                known.pop(name, None)
+
+
+def known_variables() -> dict[str, str]:
+    """The variables as wandb has read them, once. Without it, it may warn of changes that the user has not made."""
+    current = session()
+    return (current.settings and getattr(current, "_settings_environ", None)) or {}
 
 
 # wandb-core: the helper process that writes and sends
@@ -316,24 +328,67 @@ def was_torn_down(run: Any, timeout_s: float) -> bool:
     return False
 
 
-# What the texts of wandb's errors have: the status of an answer that no other try can change, what W&B says in others,
-# and that a request was tried again until the time was over.
+# What the texts of wandb's errors have: the status of an answer, what W&B says in others, and that a request was tried
+# again until the time was over.
 _STATUS = re.compile(r"returned error (\d{3})")
 _REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|forbidden", re.IGNORECASE)
-_TRIED_AGAIN = re.compile(r"while retrying|giving up after|timed out|deadline")
+_REFUSED_ROWS = re.compile(r'"filestream: fatal error: (?:.*?: (\d{3}) )?')
+_TRIED_AGAIN = re.compile(r"while retrying|giving up after|timed out|deadline", re.IGNORECASE)
+# The largest log of a run that could not be opened, in bytes.
+_LONGEST_LOG = 1 << 26
 
 
 def is_outage(error: BaseException) -> bool:
     """Whether an error of `wandb.init` or `wandb.Api` is of an outage: see `TrackerUnavailableError`.
 
-    wandb says it in its texts alone. It raises an AuthenticationError also if the server does not answer.
+    wandb tries again until the time is over in an outage. What it gives up at once is an answer that no other try can
+    change. It raises an AuthenticationError also if the server does not answer.
     """
     text, wandb = str(error), importlib.import_module("wandb")
     if status := _STATUS.search(text):
         return may_pass(int(status[1]))
     if _TRIED_AGAIN.search(text) or any(isinstance(one, (TimeoutError, ConnectionError)) for one in causes(error)):
         return True
-    return not isinstance(error, wandb.errors.AuthenticationError) and not _REFUSED.search(text)
+    return not isinstance(error, wandb.errors.CommError) and not _REFUSED.search(text)
+
+
+def is_own_run(directory: Path) -> bool:
+    """Whether this process has made the directory of a run. A log has the process's id before the place in the code."""
+    with contextlib.suppress(OSError):
+        return f":{os.getpid()} [".encode() in read_own(directory / "logs" / "debug.log", _LONGEST_LOG)
+    return False
+
+
+def add_status(error: BaseException, directories: Iterable[Path]) -> None:
+    """Add the HTTP status to the error of a `wandb.init`, unless it says that. Without it, it is taken for a refusal.
+
+    wandb-core tells its log alone when it creates a run: the error is a text of the server's, or "<no message>".
+
+    Args:
+        error: The error.
+        directories: Those of runs that this process could not open.
+    """
+    text = str(error)
+    if _STATUS.search(text) or _TRIED_AGAIN.search(text):
+        return
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            log = read_own(directory / "logs" / "debug-internal.log", _LONGEST_LOG).decode(errors="replace")
+            if found := _STATUS.findall(log):
+                status = f"the server has returned error {found[-1]}"
+                error.args = (status if text == "<no message>" else f"{text} ({status})",)
+
+
+def refusal_of_rows(directory: Path) -> str:
+    """Why wandb-core has given up sending the rows of a run; empty if it has not. It tells its log alone.
+
+    Without it, a run may count as sent whose rows the server has refused, as it does when a key is revoked.
+    """
+    with contextlib.suppress(OSError):
+        log = read_own(directory / "logs" / "debug-internal.log", _LONGEST_LOG).decode(errors="replace")
+        if found := _REFUSED_ROWS.search(log):
+            return f"the server has refused its rows{(found[1] and f' with error {found[1]}') or ''}"
+    return ""
 
 
 # Runs
@@ -503,6 +558,16 @@ def set_finished(run: Any) -> None:
         _forget(run)
 
 
+def let_go(run: Any, limit_s: float) -> None:
+    """Close an open run in wandb-core, and do not end it: another process has it.
+
+    Without it, this process cannot open the run again, and W&B shows it as running as long as this process lives.
+    """
+    with _optional("a run that another process has taken over cannot be opened again"):
+        _end_within(limit_s, lambda: _connection_of(run).inform_finish(run.id))
+    set_finished(run)
+
+
 def without_service(run: Any) -> Any:
     """Return a copy of a run that has ended, whose calls reach no wandb-core. What they log can be kept: see `on_rows`.
 
@@ -608,6 +673,25 @@ def forward(run: Any, data: bytes) -> None:
         for field in ("num", "control", "uuid", "_info"):
             record.ClearField(field)
         interface_of(run)._publish(record)
+
+
+def forward_summary(run: Any, update: Iterable[Any], remove: Iterable[Any] = ()) -> None:
+    """Give the wandb-core of an open run items of the summary records of another process."""
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
+    record.summary.update.extend(update)
+    record.summary.remove.extend(remove)
+    if record.summary.ByteSize():
+        forward(run, record.SerializeToString())
+
+
+def leave_console_alone() -> str:
+    """Have no run take what this process prints, from now on. Returns a setting, with which runs take consoles."""
+    with _optional("of a run that is sent while it is logged, W&B gets no console"):
+        kind = importlib.import_module("wandb.sdk.wandb_run").Run
+        assert callable(kind._redirect)
+        kind._redirect = lambda *_, **__: None
+        return "wrap"
+    return "off"
 
 
 def on_artifacts(run: Any, keep: Callable[[bytes], object]) -> None:

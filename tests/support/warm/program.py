@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
@@ -247,6 +248,7 @@ def _set_environment(env: Mapping[str, str]) -> None:
     ctypes.CDLL(None).clearenv()
     os.environ._data.clear()  # type: ignore[attr-defined]
     os.environ.update(env)
+    time.tzset()
 
 
 def _show_in_proc(command_line: Sequence[str], env: Mapping[str, str]) -> None:
