@@ -94,14 +94,14 @@ def _body(documented: str) -> Iterator[str]:
 
 
 def _members(kind: type) -> Iterator[str]:
-    """Its methods and properties, each with the first paragraph of its docstring."""
+    """Its methods and properties, each with the first part of its docstring."""
     for name, value in vars(kind).items():
         function = value.fget if isinstance(value, property) else value
         if name.startswith("_") or name in _INTERNAL or not inspect.isfunction(function) or not function.__doc__:
             continue
         parameters = [str(one.name) for one in inspect.signature(function).parameters.values()][1:]
         call = "" if isinstance(value, property) else f"({', '.join(parameters)})"
-        yield f"- `{name}{call}`: {next(_body(inspect.getdoc(function) or '')).splitlines()[0]}"
+        yield f"- `{name}{call}`: {' '.join(next(_body(inspect.getdoc(function) or '')).split())}"
 
 
 def _joined(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Draws which ranks have a run, in each mode and scope, and `send --watch`: makes the SVG files beside this one.
+"""Draws the modes and scopes, `send --watch`, jobs that log to one run, and SIGTERM: the SVG files beside this one.
 
 The first has everything from `plan()`, for 2 workers of 4 ranks. They have their own background, light or dark as the
 reader's system is. On a phone of 390 pixels the smallest text is at least 11 pixels high.
@@ -37,7 +37,7 @@ def main() -> None:
 
 def drawings() -> dict[str, str]:
     """The drawings, by the names of their files."""
-    return {"overview.svg": overview(), "live.svg": live()}
+    return {"overview.svg": overview(), "live.svg": live(), "roles.svg": roles(), "sigterm.svg": sigterm()}
 
 
 def svg(height: int, title: str, parts: Iterator[str]) -> str:
@@ -100,6 +100,68 @@ def live() -> str:
 
     title = "From a compute node without a network over the shared disk and the login node to the service"
     return svg(len(PLACES) * (PLACE_HEIGHT + WAY) - WAY, title, parts())
+
+
+# The jobs that log to one run, with what each logs and the key that it gets there.
+JOBS = (("trainer", "loss", "loss"), ("rollout-0", "reward", "rollout-0/reward"), ("eval", "accuracy", "eval/accuracy"))
+JOB_HEIGHT, RUN_HEIGHT = 54, 38 + 19 * len(JOBS)
+
+
+def roles() -> str:
+    """The picture of jobs with roles: each with its row, and an arrow to the one run."""
+
+    def parts() -> Iterator[str]:
+        width, bottom = (WIDTH - 2 * TILE_GAP) // len(JOBS), JOB_HEIGHT + WAY
+        for column, (name, value, _) in enumerate(JOBS):
+            x = column * (width + TILE_GAP)
+            yield f'<rect class="paper" x="{x}" y="0" width="{width}" height="{JOB_HEIGHT}" rx="8"/>'
+            yield f'<text class="ink" x="{x + MARGIN}" y="23" font-weight="600">{name}</text>'
+            yield f'<text class="faint id" x="{x + MARGIN}" y="42" font-size="{MONO}">{value}</text>'
+            yield f'<path class="frame" d="M{x + width // 2} {JOB_HEIGHT + 4}V{bottom - 4}m-4 -5l4 5l4 -5"/>'
+        yield f'<rect class="paper" x="0" y="{bottom}" width="{WIDTH}" height="{RUN_HEIGHT}" rx="8"/>'
+        label = "one run, that the trainer ends"
+        yield f'<text class="ink" x="{MARGIN}" y="{bottom + 23}" font-weight="600">{label}</text>'
+        for row, (_, _, key) in enumerate(JOBS):
+            y = bottom + 44 + 19 * row
+            yield f'<text class="faint id" x="{MARGIN}" y="{y}" font-size="{MONO}">{key}</text>'
+
+    title = "Three jobs log to one run: the trainer's keys are as it logs them, the others' begin with their role"
+    return svg(JOB_HEIGHT + WAY + RUN_HEIGHT, title, parts())
+
+
+# What happens after a SIGTERM, with kill_after_s=30: until when at the latest, in seconds, in turn.
+LANES = (
+    ("Python code", ((25, "finally blocks have run, and the run ends with 143"),)),
+    ("in a collective, in C code", ((1, "the run ends with 143"), (2, "the process ends"))),
+    ("your own handler", ((1, "it is called"), (25, "the function ends, or the run"))),
+    ("should_stop()", ((10, "the ranks agree"), (25, "they have saved, the run ends"))),
+)
+KILL_S, LANE_HEIGHT = 30, 72
+
+
+def sigterm() -> str:
+    """The picture of the times after SIGTERM: a bar for each of the cases, over 30 s."""
+
+    def parts() -> Iterator[str]:
+        scale = (WIDTH - 2 * MARGIN) / KILL_S
+        for row, (name, phases) in enumerate(LANES):
+            y, at = row * (LANE_HEIGHT + TILE_GAP), 0
+            yield f'<rect class="paper" x="0" y="{y}" width="{WIDTH}" height="{LANE_HEIGHT}" rx="8"/>'
+            yield f'<text class="ink" x="{MARGIN}" y="{y + 20}" font-weight="600">{escape(name)}</text>'
+            if row == 0:
+                kill, right = f"{KILL_S} s: SIGKILL", WIDTH - MARGIN
+                yield f'<text class="faint" x="{right}" y="{y + 20}" text-anchor="end">{kill}</text>'
+            yield f'<path class="frame" d="M{MARGIN} {y + 36}H{WIDTH - MARGIN}m0 -5v10"/>'
+            for number, (end, _) in enumerate(phases):
+                x, width = MARGIN + at * scale, (end - at) * scale
+                fill = f'style="fill: {COLOURS[number]}"'
+                yield f'<rect {fill} x="{x:.1f}" y="{y + 30}" width="{width:.1f}" height="12" rx="2"/>'
+                at = end
+            said = "; ".join(f"{end} s: {text}" for end, text in phases)
+            yield f'<text class="faint" x="{MARGIN}" y="{y + 61}" font-size="{MONO}">{escape(said)}</text>'
+
+    title = "After a SIGTERM, until when at the latest what happens, in four cases. SIGKILL comes after 30 s."
+    return svg(len(LANES) * (LANE_HEIGHT + TILE_GAP) - TILE_GAP, title, parts())
 
 
 def tile(at: tuple[int, int], mode: RunMode, scope: RankScope) -> Iterator[str]:

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent
 SIZES = {"": (98, 27), "-phone": (50, 28)}
 # As srun and a usual sbatch script set them, for rank 0 of 2 nodes with 4 ranks each.
 SLURM = {
+    "SLURM_CLUSTER_NAME": "gpu",
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "0",

@@ -33,7 +33,7 @@ class JsonlHandle(trackers.ClientHandle):
         self._add({**row, "step": step})
 
     def end(self, exit_code: int) -> None:
-        if self.request.plan.primary:
+        if self.ends_run:
             self._add({"exit_code": exit_code})
 
     def _add(self, line: Mapping[str, Any]) -> None:
