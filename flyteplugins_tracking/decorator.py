@@ -14,7 +14,7 @@ from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.call import Call, here
-from flyteplugins_tracking._runs.context import ProcessContext, Task
+from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
@@ -252,7 +252,8 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
     def _check(self) -> None:
         if self._was_entered:
             raise ConfigError("this tracking_run(...) has had its block: make another one for the next block")
-        if not isinstance(self._call.context, ProcessContext) and not self._call.is_simulated and here() is None:
+        is_task = self._call.context.can_publish_files  # and not only a script with flytekit
+        if is_task and not self._call.is_simulated and here() is None:
             raise ConfigError("tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task")
         process = sys.modules.get("multiprocessing.process")
         if process is not None and getattr(process.current_process(), "_inheriting", False):
