@@ -225,6 +225,7 @@ def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[
     The id is None if it is known only when a run is opened.
     """
     from flyteplugins_tracking._job.identity import from_launcher
+    from flyteplugins_tracking._job.starts import outer_job
 
     env, chosen = os.environ, list[str]()
     for tracker in map(find_tracker, trackers):
@@ -236,7 +237,8 @@ def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[
     if "FLYTE_INTERNAL_EXECUTION_ID" in env:
         return None, "the name of the Flyte execution and node, or run and action"
     if info is None:
-        return None, "a random id"
+        outer = outer_job(env)
+        return None, "a random id" if outer is None else f"{outer.variable}, the program and its arguments"
     if info.launcher == "torchelastic":
         return None, "the rendezvous id and a token that the ranks agree on"
     try:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, agents_store, rendezvous_store
-from flyteplugins_tracking._job.starts import outer_job, program, stable_name, start_in
-from flyteplugins_tracking._rank import engines
+from flyteplugins_tracking._job.starts import is_task, launch_directory, outer_job, restarts_of, start_in
+from flyteplugins_tracking._rank import children, engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
 from flyteplugins_tracking._rank.engines import Trial
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import LAUNCHERS
+from flyteplugins_tracking._rank.launchers import LAUNCHERS, ranks_of_unknown
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
@@ -42,10 +42,12 @@ class Identity:
     Attributes:
         base_id: None if the tracker shall make a random id.
         group: Set if a retry cannot have the same base id.
+        uncounted: How many attempts with the base id came before that neither the launcher nor Flyte counts.
     """
 
     base_id: str | None
     group: str | None = None
+    uncounted: int = 0
 
 
 def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
@@ -66,7 +68,10 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     """
     if info is None:
         return Identity(None)
-    base_id = _SOURCES.get(info.launcher, _job_name)(info, env, agreement)
+    outer = outer_job(env)
+    is_named = outer is not None and is_task(outer, info)
+    source = _task if is_named else _SOURCES.get(info.launcher, _without_job_name)
+    base_id = source(info, env, agreement)
     if base_id is None and agreement:
         if info.launcher == "lightning":
             # It starts the other ranks when the first one's run is already open, as the run of a single process.
@@ -81,6 +86,13 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
             "torch.distributed.init_process_group() or jax.distributed.initialize()."
         )
     return Identity(base_id)
+
+
+def identity_of_program(env: Env) -> Identity:
+    """Return the identity of a program by itself: a restart of the job that it runs in keeps it."""
+    outer = None if ranks_of_unknown(env) or not children.is_program() else outer_job(env)
+    start = start_in(outer, None)
+    return Identity(None) if start is None else Identity(readable(*start), uncounted=restarts_of(outer, env))
 
 
 def id_beside(base_id: str | None) -> str | None:
@@ -152,46 +164,44 @@ def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | Non
 
 
 def _agent_token(env: Env) -> str | None:
-    """Identify this worker's agent by its private directory, for agents that share no store.
+    """Identify the launch that this worker is in, for agents that share no store."""
+    directory = launch_directory(env)
+    return _digest(proc.machine(), directory) if directory else None
 
-    An agent creates `{run_id}_{random}` once for each invocation, with a subfolder for each attempt.
+
+def _task(info: DistributedInfo, env: Env, _: bool) -> str | None:
+    """Return the name of this start in the job whose tasks are the ranks: each step of it is a training of its own.
+
+    A script that leaves out one that is done gives its number to the next one.
     """
-    match = re.match(r"(.+)/attempt_\d+/\d+/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
-    return _digest(proc.machine(), match[1]) if match else None
+    start = start_in(outer_job(env), info)
+    return None if start is None else readable(*start)
 
 
-def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
-    """Join job, step and program: a requeued job keeps its number, and each step of a job is a training of its own.
-
-    A script that leaves out a step that is done gives its number to the next one.
-    """
-    return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"), program())
+def _ray(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+    return readable(info.job_id) if info.job_id else _without_job_name(info, env, agreement)
 
 
-def _job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
-    launcher = LAUNCHERS.get(info.launcher)
-    names_run = launcher is not None and launcher.names_run
-    return readable(stable_name(info.job_id)) if names_run and info.job_id else _without_job_name(info, agreement)
-
-
-def _openmpi(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
+def _openmpi(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
     """Join the namespace and, on one node, mpirun's process.
 
     The namespace is the same on all nodes. It is made from mpirun's host and process id, which may be reused.
     """
     if not info.job_id:
-        return _without_job_name(info, agreement)
+        return _without_job_name(info, env, agreement)
     return readable("mpi", info.job_id, _launcher_process(info) if info.num_workers == 1 else None)
 
 
-def _without_job_name(info: DistributedInfo, agreement: bool) -> str | None:
-    """Use the ranks' process group, JAX's store or, on one node, the launcher's process.
+def _without_job_name(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+    """Use rank 0's start in an outer job, the ranks' process group, JAX's store or the launcher's process on one node.
 
     Without agreement the primary, which may be any rank, does not wait for rank 0: that one has no run, and sends none.
     """
-    token = _from_rank_0(info, _random_token(), waits=agreement) or _through_jax(info)
-    if token is not None:
-        return readable(info.launcher, token)
+    start = start_in(outer_job(env), info)
+    own = readable(info.launcher, _random_token()) if start is None else readable(*start)
+    agreed = _from_rank_0(info, own, waits=agreement) or _through_jax(info, own)
+    if agreed is not None or (start is not None and not agreement):
+        return agreed or own
     process = _launcher_process(info) if _is_alone(info, agreement) else None
     return None if process is None else readable(info.launcher, process)
 
@@ -209,16 +219,10 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     return _digest(proc.machine(), pid, proc.start_time(pid))
 
 
-def _flux(info: DistributedInfo, env: Env, _: bool) -> str | None:
-    """Join the job and the one around it, in which it has its number."""
-    return readable("flux", env.get("FLUX_ENCLOSING_ID"), info.job_id)
-
-
-# The launchers whose job's name is a part of the id. For the others the entry in `LAUNCHERS` is enough.
+# The launchers that give a name. For the others the entry in `LAUNCHERS` is enough.
 _SOURCES: Mapping[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
-    "slurm": _slurm,
-    "flux": _flux,
+    "ray": _ray,
     "openmpi": _openmpi,
 }
 
@@ -250,11 +254,11 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
     return _agree(store, "")
 
 
-def _through_jax(info: DistributedInfo) -> str | None:
-    """Return the first rank's token, through the store of JAX's processes; None if they are not the ranks."""
+def _through_jax(info: DistributedInfo, token: str) -> str | None:
+    """Return the first rank's `token`, through the store of JAX's processes; None if they are not the ranks."""
     store = engines.jax_store(info)
     try:
-        return None if store is None else _agree(store, _random_token())
+        return None if store is None else _agree(store, token)
     except RuntimeError as error:
         raise IdentityError(
             f"JAX's coordinator does not answer, so the ranks cannot agree on a run id: {error}. Pass id=... to do "

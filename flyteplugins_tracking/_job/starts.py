@@ -1,8 +1,9 @@
-"""Which start of torchrun this is in the job around it: a name that the job's restart keeps.
+"""Which start of a program this is in the job around it: a name that the job's restart keeps.
 
-A batch system, or a cloud's job, keeps its name when it starts again, and torchrun inside of it has none. What a job's
-script starts one after the other is several training runs. They have the names of their programs, and those of one
-program are numbered in the order of their starts: the script starts them in the same order again.
+A batch system, or a cloud's job, keeps its name when it starts again. What runs inside of it has none: torchrun, the
+tasks of a step, a program by itself. What a job's script starts one after the other is several training runs. They have
+the names of their programs, and those of one program are numbered in the order of their starts: the script starts them
+in the same order again. A program by itself, which may be one of many, also has its arguments in its name.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.files import own_text, private_directory
 from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.proc import Env
 
 _SLURM = "SLURM_JOB_ID"
+_AGENT = "TORCHELASTIC_RUN_ID"
 # What Python runs in torchelastic's agents.
 _AGENTS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"}
+# The launchers that an outer job is itself: each of its tasks is a rank.
+_OF_TASKS = {"flux", "slurm", "konduktor", "skypilot", "sagemaker"}
 
 
 class OuterJob(NamedTuple):
-    """A job in which torchrun may be started.
+    """A job in which programs are started.
 
     Attributes:
         variable: A variable that all processes of the job have, and the one that starts it has not.
         parts: The parts of its name, which no other job has, and which its restart keeps.
-        tasks: How many tasks, or nodes, can each start a torchrun.
+        tasks: How many tasks, or nodes, can each start a program.
         task: The one of them that this process is in.
     """
 
@@ -45,8 +50,11 @@ class OuterJob(NamedTuple):
 def outer_job(env: Env) -> OuterJob | None:
     """Return the job that this process runs in; None if it has no name that a restart keeps.
 
-    The job of a heterogeneous Slurm step is that of its first component.
+    The job of a heterogeneous Slurm step is that of its first component. Flux may run inside Slurm.
     """
+    if env.get("FLUX_JOB_ID"):
+        flux = ("flux", env.get("FLUX_ENCLOSING_ID", ""), env["FLUX_JOB_ID"])
+        return OuterJob("FLUX_JOB_ID", flux, env.get("FLUX_JOB_SIZE", "1"), env.get("FLUX_TASK_RANK", "0"))
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get(_SLURM)
     if job:
         parts = ("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, env.get("SLURM_STEP_ID", "batch"))
@@ -72,47 +80,104 @@ def stable_name(job: str) -> str:
     return re.sub(r"^sky-managed-[\d-]+_", "sky-managed-", job)
 
 
+def launch_directory(env: Env) -> str:
+    """Return the private directory of the torchelastic launch that this worker is in; empty without one.
+
+    An agent creates `{run_id}_{random}` once for each invocation, with a subfolder for each attempt.
+    """
+    match = re.match(r"(.+)/attempt_\d+/\d+/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
+    return match[1] if match else ""
+
+
 def program() -> str:
     """Return the name of this process's program: a script that leaves out one that is done starts the others alone."""
     return Path(*sys.argv[:1]).stem
 
 
-def start_in(outer: OuterJob | None, info: DistributedInfo) -> tuple[str, ...] | None:
-    """Return the parts of a base id for this rank's torchrun in its outer job; None if it has no name there.
+def restarts_of(outer: OuterJob | None, env: Env) -> int:
+    """Return how often the job was started again, as far as its variables tell it."""
+    if outer is None:
+        return 0
+    count = env.get("SLURM_RESTART_COUNT" if outer.variable == _SLURM else "RESTART_ATTEMPT", "")
+    return int(count) if count.isdecimal() else 0
 
-    One torchrun spans all tasks, or each task has its own. If it spans only some of them, they may differ next time. In
-    a container with processes of its own, others of the job cannot be seen, nor the files with their numbers.
+
+def is_task(outer: OuterJob, info: DistributedInfo) -> bool:
+    """Whether each task of the job is a rank, as with `srun python`, also if the script sets RANK from SLURM_PROCID."""
+    if info.launcher in _OF_TASKS:
+        return True
+    is_rank = (str(info.rank), str(info.world_size)) == (outer.task, outer.tasks)
+    return is_rank and info.launcher in LAUNCHERS and _starter(outer, info) == os.getpid()
+
+
+def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str, ...] | None:
+    """Return the parts of a base id for this process's start in its outer job; None if it has no name there.
+
+    All tasks that are ranks have the same start, and all ranks of a torchrun on this node. Of other ranks, which a
+    program has started, only rank 0 has one: the others get its id.
+
+    Args:
+        outer: The job.
+        info: This rank; None for a program by itself.
     """
-    if outer is None or (info.num_workers != 1 and str(info.num_workers) != outer.tasks and outer.parts[-1] != "batch"):
+    if outer is None:
         return None
-    if outer.variable == _SLURM and _SLURM in proc.variables_at_start(1):
+    are_ranks = info is not None and is_task(outer, info)
+    # One start spans all tasks, or each task has its own. If it spans only some of them, they may differ next time.
+    is_of_task = info is None or info.num_workers == 1 or (info.num_workers is None and outer.tasks == "1")
+    spans_all = info is not None and (str(info.num_workers) == outer.tasks or outer.parts[-1] == "batch")
+    if not (are_ranks or is_of_task or spans_all):
         return None
-    number = _number_of_start(outer)
+    starter = _starter(outer, info)
+    launch = ""
+    if info is not None and not are_ranks:  # a program may start ranks several times
+        launch = launch_directory(os.environ) or _start_of(os.getpid())
+        if info.launcher != "torchelastic" and (info.launcher not in LAUNCHERS or info.rank or starter == os.getpid()):
+            return None  # ranks of a pool, or that a shell has started one by one
+    # A container with processes of its own shows neither the others of the job nor the files with their numbers.
+    counts = not (outer.variable == _SLURM and _SLURM in proc.variables_at_start(1))
+    if not (counts or are_ranks):
+        return None
+    name = program() if info is not None else f"{program()}-{_arguments()}"
+    number = _number_of_start(outer, info, name, starter, launch) if counts else 1
     *parts, last = outer.parts
-    task = f".task{outer.task}" if info.num_workers == 1 and outer.tasks != "1" else ""
-    return (*parts, f"{last}{task}", f"{program()}{'' if number == 1 else f'.{number}'}")
+    task = f".task{outer.task}" if is_of_task and not are_ranks and outer.tasks != "1" else ""
+    return (*parts, f"{last}{task}", f"{name}{'' if number == 1 else f'.{number}'}")
 
 
-def _number_of_start(outer: OuterJob) -> int:
-    """Return which of the agents that this task has had in this attempt of the job is the one of this rank, from 1.
+def _arguments() -> str:
+    """Return a digest of this program's arguments, and of the directory in which it was started."""
+    place = proc.variables_at_start(os.getpid()).get("PWD", "")
+    return hashlib.sha256(repr((place, sys.argv[1:])).encode()).hexdigest()[:6]
 
-    Only those count that have started the same program.
 
-    Each agent with a run here has a file with its number as the name. An older one that lives may open its run later:
+def _starter(outer: OuterJob, info: DistributedInfo | None) -> int:
+    """Return the process that this start begins with: torchrun's agent, or the first one that runs the program."""
+    if info is not None and info.launcher == "torchelastic":
+        return proc.nearest_without(_AGENT)
+    return _first_of(os.getpid(), outer, info)
+
+
+def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, starter: int, launch: str) -> int:
+    """Return which of the starts of a name in this task and this attempt of the job this one is, from 1.
+
+    Each start with a run here has a file with its number as the name. An older one that lives may open its run later:
     its number stays free. torchelastic gives rank 0 to the host whose name sorts first, so one node has all files.
     """
-    agent = proc.nearest_without("TORCHELASTIC_RUN_ID")
-    own, attempt = _start_of(agent), _attempt_of(outer, os.getpid())
+    started, attempt = _start_of(starter), _attempt_of(outer, os.getpid())
+    own = started + launch
     try:
-        key = hashlib.sha256(repr((outer, attempt, program())).encode()).hexdigest()
+        key = hashlib.sha256(repr((outer, attempt, name)).encode()).hexdigest()
         directory = private_directory("starts", key, is_of_machine=True)
         with locked(directory / "lock"):
-            numbers = {own_text(path): int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
+            numbers = {own_text(path) or "": int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
             if own in numbers:
                 return numbers[own]
-            beside = {_start_of(pid) for pid in proc.processes() if _is_agent_beside(agent, pid, attempt, outer)}
+            others = {_first_of(pid, outer, info) for pid in proc.processes() if _is_start(pid, outer, info)}
+            beside = {_start_of(pid) for pid in others - {starter} if _attempt_of(outer, pid) == attempt}
             free = (number for number in itertools.count(1) if number not in numbers.values())
-            number = next(itertools.islice(free, sum(start < own for start in beside - numbers.keys()), None))
+            with_numbers = {text[: len(started)] for text in numbers}
+            number = next(itertools.islice(free, sum(start < started for start in beside - with_numbers), None))
             (directory / str(number)).write_text(own)
             return number
     except OSError:  # a full disk
@@ -133,16 +198,24 @@ def _start_of(pid: int) -> str:
     return f"{proc.start_time(pid):0>20} {pid:0>10}"
 
 
-def _is_agent_beside(agent: int, pid: int, attempt: str, outer: OuterJob) -> bool:
-    """Whether a process is another agent of torchelastic's in the same attempt of the same task, with one program."""
-    python, *words = proc.command_line(pid)
-    if not os.path.basename(python).startswith("python") or _AGENTS.isdisjoint(map(os.path.basename, words[:3])):
+def _first_of(pid: int, outer: OuterJob, info: DistributedInfo | None) -> int:
+    """Return the first process of the start that `pid` is in, which may be below `accelerate launch` or `conda run`."""
+    first, above = pid, proc.parent(pid)
+    while above > 1:
+        first, above = above if _is_start(above, outer, info) else first, proc.parent(above)
+    return first
+
+
+def _is_start(pid: int, outer: OuterJob, info: DistributedInfo | None) -> bool:
+    """Whether a process of this task runs, or starts, what this process runs: with torchrun, its agents only."""
+    python, *words = proc.command_line(pid)[:-1] or [""]
+    if not os.path.basename(python).startswith("python"):
         return False
     env = proc.variables_at_start(pid)
-    return (
-        pid != agent
-        and "TORCHELASTIC_RUN_ID" not in env
-        and program() in {re.split(r"[/.]", word.removesuffix(".py"))[-1] for word in words}
-        and outer_job(env) == outer
-        and _attempt_of(outer, pid) == attempt
-    )
+    if info is not None and info.launcher == "torchelastic":
+        if _AGENT in env or _AGENTS.isdisjoint(map(os.path.basename, words[:3])):
+            return False
+    elif info is None and words[len(words) - len(sys.argv[1:]) :] != sys.argv[1:]:
+        return False  # the arguments are a part of the name
+    programs = {re.split(r"[/.]", word.removesuffix(".py"))[-1] for word in words}
+    return program() in programs and outer_job(env) == outer

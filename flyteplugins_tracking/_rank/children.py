@@ -64,6 +64,11 @@ def is_forked() -> bool:
     return _birth.fork is not None
 
 
+def is_program() -> bool:
+    """Return whether this process was started as a program: multiprocessing has not made it, and it is no fork."""
+    return _birth.fork is None and _multiprocessing_parent() is None
+
+
 def variables_at_birth() -> Mapping[str, str]:
     """Return the environment that this process got from its parent."""
     return _initial_variables() if _birth.fork is None else _birth.fork.variables

@@ -47,8 +47,6 @@ class Launcher(Record):
             None if the launcher has not started this process.
         is_of_node: Whether its variables describe a pod or a machine, and not a process: they never make a rank of a
             pool's worker.
-        names_run: Whether the job's name can be its run's: all nodes know it, it is the same after a restart, and no
-            other job gets it.
         has_one_process_per_job: Whether the ranks on a node have one ancestor for each job, as one mpirun. A daemon of
             Slurm may start the ranks of several jobs.
     """
@@ -65,7 +63,6 @@ class Launcher(Record):
     job_id: str = ""
     function: Callable[[Launcher, Env], DistributedInfo | None] | None = None
     is_of_node: bool = False
-    names_run: bool = False
     has_one_process_per_job: bool = False
 
     @property
@@ -310,7 +307,7 @@ def _sagemaker(launcher: Launcher, env: Env) -> DistributedInfo | None:
 # one that sets only the node's.
 _TABLE = (
     # Inside whatever has started Ray.
-    Launcher("ray", function=_ray_train, names_run=True),
+    Launcher("ray", function=_ray_train),
     # torchrun, torch.distributed.launch, Elastic of Flyte 1 and 2. Flyte 2 Clustered sets NODE_RANK only; elsewhere a
     # NODE_RANK beside GROUP_RANK comes from an outer launcher.
     # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -416,7 +413,6 @@ _TABLE = (
         job_id="KONDUKTOR_JOB_NAME",
         function=_one_process_per_node("NUM_GPUS_PER_NODE"),
         is_of_node=True,
-        names_run=True,
     ),
     # konduktor's pods have its variable of the node too.
     # https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html
@@ -429,7 +425,6 @@ _TABLE = (
         job_id="SKYPILOT_TASK_ID",
         function=_one_process_per_node("SKYPILOT_NUM_GPUS_PER_NODE"),
         is_of_node=True,
-        names_run=True,
     ),
     # A host of a SageMaker training job, which starts one process.
     # https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
@@ -441,7 +436,6 @@ _TABLE = (
         job_id="TRAINING_JOB_NAME",
         function=_sagemaker,
         is_of_node=True,
-        names_run=True,
     ),
     # A script's own RANK and WORLD_SIZE, in no pod. They may be left in a pool's worker from a group that has ended.
     Launcher("env_rank", markers=("RANK", "WORLD_SIZE"), function=_rank_alone, is_of_node=True),

@@ -92,6 +92,7 @@ class Call(PerProcess):
         info: This rank; None outside a distributed job.
         number: The number of this call among those of the tracker in this process, or in this attempt of its task.
         run_file: The file of `run_file=`, on a rank that opens a run.
+        uncounted: How many attempts of the run came before that neither the launcher nor Flyte counts.
         parent_id: The run of the calling task, if this task continues it.
         run: The run that it has joined or opened; None on a rank without a run.
         listener: Listens for SIGTERM during the call. Each call has its own start and stop.
@@ -105,6 +106,7 @@ class Call(PerProcess):
     info: DistributedInfo | None = None
     number: int = 1
     run_file: RunFile | None = None
+    uncounted: int = 0
     parent_id: str | None = None
     run: Run | None = None
     listener: SigtermListener | None = None

@@ -15,6 +15,7 @@ from flyteplugins_tracking._job.identity import (
     from_variables,
     id_beside,
     identity_of_parent,
+    identity_of_program,
     identity_of_trial,
 )
 from flyteplugins_tracking._job.starts import outer_job, start_in
@@ -51,6 +52,7 @@ def plan_of(call: Call) -> RunPlan:
     identity = Identity(None) if call.parent_id is not None else _identity(call)
     if call.run_file is not None:
         call.run_file.base_id = identity.base_id
+    call.uncounted = identity.uncounted if call.run_file is None else call.run_file.uncounted
     run_plan = plan(
         call.info,
         config.run_mode,
@@ -64,7 +66,7 @@ def plan_of(call: Call) -> RunPlan:
 
 
 def _identity(call: Call) -> Identity:
-    context, found, config = call.context, call.found, call.config
+    context, found = call.context, call.found
     chosen = _chosen_identity(call)
     if chosen is not None:
         return chosen
@@ -77,13 +79,20 @@ def _identity(call: Call) -> Identity:
     elif found.parent is not None:
         return _identity_beside(call, identity_of_parent(found.parent, os.environ))
     else:
-        is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
-        identity = from_launcher(found.info, os.environ, agreement=is_shared)
+        identity = _started_identity(call)
         children.mark(found.variables, identity.base_id)
     if identity.base_id is None or call.number == 1:
         return identity
     # The second call in one process gets its own run, so that it cannot hide a failure of the first.
-    return Identity(f"{identity.base_id}-{call.number}", identity.group)
+    return Identity(f"{identity.base_id}-{call.number}", identity.group, identity.uncounted)
+
+
+def _started_identity(call: Call) -> Identity:
+    found, config = call.found, call.config
+    if found.info is None:
+        return Identity(None) if found.pool is not None else identity_of_program(os.environ)
+    is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
+    return from_launcher(found.info, os.environ, agreement=is_shared)
 
 
 def _chosen_identity(call: Call) -> Identity | None:
@@ -109,7 +118,7 @@ def _chosen_identity(call: Call) -> Identity | None:
             f"with roles=[...]{variables}; or call this task from the task that has roles=[...]"
         )
     kept = None if call.run_file is None else call.run_file.find()
-    if kept is not None and call.info is not None and call.info.launcher == "torchelastic":
+    if kept is not None and call.found.parent is None:
         start_in(outer_job(os.environ), call.info)  # the next start in the job has the next number
     return None if kept is None else Identity(kept)
 
@@ -150,8 +159,8 @@ def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, sigterm: Sigterm
     """
     config, context, info = call.config, call.context, call.info
     own = {**_job_metadata(info), **context.run_metadata}
-    if call.run_file is not None and call.run_file.uncounted:
-        own["restart_count"] = own.get("restart_count", 0) + call.run_file.uncounted
+    if call.uncounted:
+        own["restart_count"] = own.get("restart_count", 0) + call.uncounted
     return RunRequest(
         plan=run_plan,
         planned_run_id=planned.run_id,

@@ -36,13 +36,15 @@ class Attempt:
         processes: The variables of each process that is started beside the others.
         launcher: The words before the program.
         settings: What the program gets, beside what it always gets.
-        code: The exit code that each process has; None for any but 0.
+        succeeds: Whether each process ends with 0.
+        variable: The variable with the settings; None to pass them as the argument, which differs for each attempt.
     """
 
     processes: Sequence[Mapping[str, str]] = ({},)
     launcher: Sequence[str] = (sys.executable,)
     settings: Mapping[str, Any] = field(default_factory=dict)
     succeeds: bool = True
+    variable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ def slurm_tasks(job: str, restarts: int) -> list[dict[str, str]]:
             SLURM_STEP_TASKS_PER_NODE="2",
         )
         for rank in range(2)
+    ]
+
+
+def with_ranks(tasks: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [
+        {**task, "RANK": task["SLURM_PROCID"], "WORLD_SIZE": "2", "LOCAL_RANK": task["SLURM_LOCALID"]} for task in tasks
     ]
 
 
@@ -154,7 +162,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 )
                 for at in ("33", "59")
             ],
-            ids=[f"sky-managed-train_{job}-0"],
+            ids=[f"sky-managed-train_{job}-0-restarted"],
         ),
         "a process in each pod of konduktor": Restart(
             [
@@ -165,13 +173,39 @@ def restarts(job: str) -> dict[str, Restart]:
                 )
                 for attempt in ("0", "1")
             ],
-            ids=[job],
+            ids=[f"{job}-restarted"],
         ),
         "a process on each host of SageMaker, after a spot interruption": Restart(
             killed_then_again(
                 processes=pods(SM_HOSTS='["algo-0", "algo-1"]', SM_CURRENT_HOST="algo-{}", TRAINING_JOB_NAME=job)
             ),
-            ids=[job],
+            ids=[f"{job}-restarted"],
+        ),
+        "a program by itself in a batch job, a requeue": Restart(
+            [
+                Attempt([first], settings=KILLED, succeeds=False, variable="RESTARTED"),
+                Attempt([second], variable="RESTARTED"),
+            ]
+        ),
+        "a program by itself in a managed job of SkyPilot, a recovery": Restart(
+            [
+                Attempt([managed("33", job)], settings=KILLED, succeeds=False, variable="RESTARTED"),
+                Attempt([managed("59", job)], variable="RESTARTED"),
+            ]
+        ),
+        "mp.spawn in a batch job, a requeue": Restart(
+            [
+                Attempt([first], settings={**KILLED, "spawns": 2}, succeeds=False),
+                Attempt([second], settings={"spawns": 2}),
+            ],
+            ids=[f"slurm-c-{job}-batch-restarted"],
+        ),
+        "srun with RANK and WORLD_SIZE from Slurm's variables, a requeue": Restart(
+            [
+                Attempt(with_ranks(slurm_tasks(job, 0)), settings=KILLED, succeeds=False),
+                Attempt(with_ranks(slurm_tasks(job, 1))),
+            ],
+            ids=[f"slurm-c-{job}-0-restarted"],
         ),
         "a new process with run_file": Restart(killed_then_again(), {"run_file": "ckpt/run.json"}),
         "a new torchrun with run_file": Restart(killed_then_again(launcher=torchrun()), {"run_file": "run.json"}),
@@ -226,9 +260,13 @@ class Job:
 
     def run(self, attempt: Attempt, tracking: Mapping[str, Any] = {}, first: int = 0) -> str:
         settings = {"tracker": self.backend.name, "project": self.project, "tracking": {**tracking}, "rows": ROWS}
-        words = [*attempt.launcher, str(PROGRAM), json.dumps({**settings, "first": first, **attempt.settings})]
+        text = json.dumps({**settings, "first": first, **attempt.settings})
+        words = [*attempt.launcher, str(PROGRAM)]
+        if attempt.variable is None:
+            words.append(text)
+        more = {} if attempt.variable is None else {attempt.variable: text}
         started = [
-            jobs.start(words, self.directory, {**self.backend.environment(), **variables})
+            jobs.start(words, self.directory, {**self.backend.environment(), **variables, **more})
             for variables in attempt.processes
         ]
         ended = [jobs.finish(process, self.directory) for process in started]
@@ -292,6 +330,18 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
             ),
             {},
         )
+    ],
+    "two starts in the tasks of a step": lambda job: [
+        (Attempt(slurm_tasks(job, 0), ["sh", "-c", '"$@" && "$@" && exit', "task.sh", sys.executable]), {})
+    ],
+    "two starts of a program by itself in a batch script": lambda job: [
+        (Attempt([in_slurm(job, 0)], ["sh", "-c", '"$@" && "$@" && exit', "batch.sh", sys.executable]), {})
+    ],
+    "two programs by themselves at the same time": lambda job: [
+        (Attempt([in_slurm(job, 0)], ["sh", "-c", '"$@" & "$@" & wait', "batch.sh", sys.executable]), {})
+    ],
+    "two folds with mp.spawn in a program": lambda job: [
+        (Attempt([in_slurm(job, 0)], settings={"spawns": 2, "folds": 2}), {})
     ],
     "two jobs of Slurm": lambda job: [(Attempt([in_slurm(f"{job}{n}", 0)], torchrun()), {}) for n in range(2)],
     "two managed jobs of SkyPilot with one name": lambda job: [

@@ -1,9 +1,10 @@
-"""A training that is started again: its one argument is a JSON object.
+"""A training that is started again: its one argument is a JSON object, or the variable RESTARTED is one.
 
 Keys: `tracker`, `project`; `tracking`: the other arguments of the decorator. `first`, `rows`: the number of the first
 row, and how many. `end`: how it ends: "return", "kill" of the ranks in `kills` (or all) or "raise" of the rank
 `raises`, both `before_s` after all ranks have logged, or "stop" by `should_stop()`. torchelastic's later attempts
-return. `marks`: the directory in which each rank says that it has logged; by default its own.
+return. `marks`: the directory in which each rank says that it has logged; by default its own. `spawns`: how many ranks
+the process starts itself, `folds` times.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from flyteplugins_tracking import get_distributed_info, get_run, request_stop, should_stop, tracking_init
 
-SETTINGS = json.loads(sys.argv[-1])
+SETTINGS = json.loads(os.environ.get("RESTARTED") or sys.argv[-1])
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -56,5 +57,17 @@ def end(how: str, rank: int) -> None:
         time.sleep(60)
 
 
-if __name__ == "__main__":
+def train_as(rank: int) -> None:
+    size = str(SETTINGS["spawns"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     train()
+
+
+if __name__ == "__main__":
+    if "spawns" in SETTINGS:
+        import torch.multiprocessing
+
+        for _ in range(SETTINGS.get("folds", 1)):
+            torch.multiprocessing.spawn(train_as, nprocs=SETTINGS["spawns"])
+    else:
+        train()

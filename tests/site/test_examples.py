@@ -321,16 +321,17 @@ def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN.read_text())
     script = (EXAMPLES / "slurm" / "train.sbatch").read_text()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(script.splitlines())
+    job = secrets.token_hex(4)  # starts are counted by job
     env = {
         "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
-        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_ID": job,
         "SLURM_CLUSTER_NAME": "here",
         "SLURM_JOB_NODELIST": "node-[0-1]",
     }
     done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "train.sbatch"], tmp_path, env)
     assert done.returncode == 0, done.output
     assert_one_run(done, "slurm")
-    assert done.runs[0].id == "slurm-here-7-0-train"
+    assert done.runs[0].id == f"slurm-here-{job}-0-train"
 
 
 @pytest.mark.full

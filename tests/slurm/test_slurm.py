@@ -257,7 +257,7 @@ def test_an_interactive_step_is_one_process_and_the_steps_started_in_it_are_not(
     assert [report["info"]["rank"] for report in ranks] == [0, 1]
     base = f"slurm-{place.cluster.name}-{interactive['job']}-0-train"
     assert sorted(run.id for run in place.runs()) == sorted([interactive["run_id"], base])
-    assert not interactive["run_id"].startswith("slurm-")
+    assert interactive["run_id"].startswith(f"slurm-{place.cluster.name}-{interactive['job']}-batch-train-")
 
 
 def torchrun(*options: str, **settings: Any) -> str:
@@ -380,6 +380,17 @@ def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
     assert {run.exit_code for run in place.runs() if run.config["tracking_init"]["restart_count"] == 0} <= {None, 143}
 
 
+def test_a_requeued_program_by_itself_goes_on_with_its_run(place: Place) -> None:
+    job_id = place.submit(train(rows=1000, first_end={"0": "hang"}), "--requeue", "--nodes=1", "--ntasks=1")
+    wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True], "stored rows", 60)
+    place.cluster.run("scontrol", "requeue", str(job_id))
+    assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
+    first, second = sorted(place.runs(), key=lambda run: "tracking_init" in run.config)
+    assert first.id == second.id
+    assert second.config["tracking_init"] == {"restart_count": 1}
+    assert len(second.rows) == 1000
+
+
 def test_the_example_for_preemption_requeues_itself_before_the_time_limit_until_the_training_is_done(
     place: Place,
 ) -> None:
@@ -476,7 +487,7 @@ def assert_one_process(place: Place) -> None:
     assert report["info"] is None
     (run,) = place.runs()
     assert run.id == report["run_id"]
-    assert not run.id.startswith("slurm-")
+    assert run.id.startswith(f"slurm-{place.cluster.name}-{report['job']}-")
     assert run.group == ""
     assert "tracking_init" not in run.config
     assert (run.exit_code, len(run.rows)) == (0, 3)

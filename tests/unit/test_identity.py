@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import pytest
 
 from flyteplugins_tracking import DistributedInfo, IdentityError
@@ -18,17 +20,21 @@ def slurm(job: str) -> DistributedInfo:
 
 
 def test_a_slurm_step_is_named_by_cluster_job_step_and_program(monkeypatch):
-    step = {"SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "alpha"}
+    job = secrets.token_hex(4)  # starts are counted by job
+    step = {"SLURM_JOB_ID": job, "SLURM_CLUSTER_NAME": "alpha"}
     for program, name in {"pre/train.py": "train", "evaluate": "evaluate"}.items():
         monkeypatch.setattr("sys.argv", [program, "--steps=3"])
         for number in "01":
-            identity = from_launcher(slurm("7"), {**step, "SLURM_STEP_ID": number}, agreement=True)
-            assert identity == Identity(f"slurm-alpha-7-{number}-{name}")
+            identity = from_launcher(slurm(job), {**step, "SLURM_STEP_ID": number}, agreement=True)
+            assert identity == Identity(f"slurm-alpha-{job}-{number}-{name}")
 
 
-def test_konduktor_gives_its_job_name():
+def test_konduktor_gives_its_job_name_to_each_program(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pre/train.py"])
     info = DistributedInfo(rank=0, world_size=2, launcher="konduktor", job_id="my-job")
-    assert from_launcher(info, {}, agreement=True) == Identity("my-job")
+    job = f"job-{secrets.token_hex(4)}"
+    env = {"KONDUKTOR_JOB_NAME": job, "NUM_NODES": "2", "RANK": "0"}
+    assert from_launcher(info, env, agreement=True) == Identity(f"{job}-train")
 
 
 @pytest.mark.parametrize("launcher", NAMELESS)
