@@ -257,7 +257,7 @@ def test_an_interactive_step_is_one_process_and_the_steps_started_in_it_are_not(
     assert [report["info"]["rank"] for report in ranks] == [0, 1]
     base = f"slurm-{place.cluster.name}-{interactive['job']}-0-train"
     assert sorted(run.id for run in place.runs()) == sorted([interactive["run_id"], base])
-    assert interactive["run_id"].startswith(f"slurm-{place.cluster.name}-{interactive['job']}-batch-train-")
+    assert interactive["run_id"].startswith(f"slurm-{place.cluster.name}-{interactive['job']}-")
 
 
 def torchrun(*options: str, **settings: Any) -> str:
