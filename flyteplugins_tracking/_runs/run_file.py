@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from flyteplugins_tracking._job.board import STORE_TIMEOUT, job_board
 from flyteplugins_tracking._rank.plan import plan
 from flyteplugins_tracking._util.checks import check_flag, check_run_id, check_text
 from flyteplugins_tracking._util.files import is_own_file, read_own, replace_whole
-from flyteplugins_tracking._util.lock import RunLock, locked
+from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock, locked
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import parse_json
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -76,6 +76,7 @@ class RunFile:
         restarts = 0 if call.info is None else call.info.restart_count
         self._counted = restarts + call.context.run_metadata.get("attempt_number", 0)
         self._lock: RunLock | None = None
+        self._has_locks = True
         self._is_kept = False  # whether the next job finds this job's run in the file
 
     def find(self) -> str | None:
@@ -138,7 +139,8 @@ class RunFile:
         restart_count = self.uncounted + self._counted
         entry = {"base_id": base_id, "restart_count": restart_count, "has_ended": has_ended, **self._place}
         try:
-            with locked(self._path.with_name(f"{self._path.name}.lock"), _LONGEST_WRITE_S):
+            of_all = self._path.with_name(f"{self._path.name}.lock")
+            with locked(of_all, _LONGEST_WRITE_S) if self._has_locks else nullcontext():
                 entries = self._entries()
                 if entries is None and not is_own_file(self._path):
                     return  # another user's, a device, a FIFO or a directory, which stays
@@ -167,6 +169,11 @@ class RunFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lock = RunLock.of_file(self._lock_of(self._key), self._call.config.init_timeout_s / 2)
         except OSError as error:
+            if error.errno in NO_LOCKS:
+                text = "%s: run_file=%s: its file system has no locks, so no other job may use it at the same time"
+                logger.warning(text, name, self._path)
+                self._has_locks = False
+                return RunLock()
             logger.warning("%s: run_file=%s cannot be used: %s. This is a new run", name, self._path, error)
             return None
         if lock is None:
@@ -194,9 +201,9 @@ class RunFile:
                     del entries[key]
 
     def _unused(self, entries: dict[str, Any], numbers: range) -> list[str]:
-        """Return the keys of the calls with these numbers that no process runs just now."""
+        """Return the keys of the calls with these numbers that no process runs just now; none if that is unknown."""
         unused = []
-        for key in map(self._key_of, numbers):
+        for key in map(self._key_of, numbers if self._has_locks else ()):
             lock = RunLock.of_file(self._lock_of(key)) if key in entries else None
             if lock is not None:
                 lock.release()

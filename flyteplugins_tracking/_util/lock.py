@@ -9,6 +9,7 @@ https://man7.org/linux/man-pages/man2/F_OFD_SETLK.2const.html
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -22,6 +23,8 @@ from flyteplugins_tracking._util.files import lock_file, open_own, own_text, pri
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import machine, parent, start_time
 
+# The errors of a file system without locks: Lustre without `flock`, NFS without its lock daemon, some FUSE.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _POLL_S = 0.1
 # The most bytes that say who holds a lock.
 _LONGEST = 1 << 10

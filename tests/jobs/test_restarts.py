@@ -676,6 +676,35 @@ def test_ranks_wait_for_a_first_rank_that_loads_its_data_before(job: Job) -> Non
 
 
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
+    """As Lustre without `flock`, which is not to be had here."""
+    script = job.directory / "lockless.py"
+    script.write_text(
+        "import errno, os, signal, sys\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "from flyteplugins_tracking._util import lock\n"
+        "lock_file = lock.lock_file\n"
+        "def refuse(descriptor):\n"
+        "    if 'run.json' in os.readlink(f'/proc/self/fd/{descriptor}'):\n"
+        "        raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "    lock_file(descriptor)\n"
+        "lock.lock_file = refuse\n"
+        "@tracking_init(tracker='trackio', project=sys.argv[1], run_file='run.json')\n"
+        "def train():\n"
+        "    print('ID', get_run().id, flush=True)\n"
+        "    sys.argv[2] == 'kill' and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train()\n"
+    )
+    outputs = [
+        jobs.run([sys.executable, script, job.project, how], job.directory, job.backend.environment()).output
+        for how in ("kill", "end", "end")
+    ]
+    killed, again, new = (re.findall("^ID (.*)$", output, re.MULTILINE) for output in outputs)
+    assert killed == again != new, outputs
+    assert all(output.count("its file system has no locks") == 1 for output in outputs)
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
     script = job.directory / "stacked.py"
     script.write_text(
