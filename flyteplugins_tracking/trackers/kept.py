@@ -25,6 +25,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, Sent, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
+from flyteplugins_tracking.trackers.registry import BUILT_IN
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -407,11 +408,12 @@ def open_or_keep(
     kept = KeptHandle(request, tracker)
     if request.plan.primary or (request.node_leader is not None and request.leads_node):
         logger.warning(
-            "%s This run is logged to files in %s.%s The next attempt that finds them sends them. Or send them when %s "
-            "answers: %s",
+            "%s This run is logged to files in %s.%s %s when %s answers: %s",
             unavailable.reason,
             kept.directory(),
             client.LOST_WITH_POD if client.dies_with_pod(request) else "",
+            # The handles of other trackers have no outbox, which looks for them.
+            "The next attempt that finds them sends them. Or send them" if tracker.name in BUILT_IN else "Send them",
             tracker.title,
             kept.how_to_send(kept.directory()),
         )

@@ -267,3 +267,35 @@ def test_a_script_that_cannot_run_is_told_as_python_tells_it(tmp_path: Path, con
     assert message in done.output
     assert "runpy" not in done.output
     assert len(done.runs) == (0 if content is None else 1)
+
+
+def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"
+    script.write_text(
+        "import flytekit\n"
+        "from flyteplugins_tracking import tracking_run\n"
+        "with tracking_run(project='p') as run:\n"
+        "    run.log({'a': 1})\n"
+    )
+    done = jobs.run([sys.executable, script], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [0]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from flytekit import task\n@task\ndef train() -> None:\n{}train()\n",
+        "import flyte\nenv = flyte.TaskEnvironment(name='e')\n@env.task\ndef train() -> None:\n{}"
+        "flyte.with_runcontext(mode='local').run(train)\n",
+    ],
+    ids=["flytekit", "flyte"],
+)
+def test_a_task_is_told_to_take_the_decorator(tmp_path: Path, script: str) -> None:
+    path = tmp_path / "task.py"
+    body = "    from flyteplugins_tracking import tracking_run\n    with tracking_run(project='p'):\n        print('INSIDE')\n"
+    path.write_text(script.format(body))
+    done = jobs.run([sys.executable, path], tmp_path)
+    assert "tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task" in done.output
+    assert "INSIDE" not in done.output
+    assert done.runs == []

@@ -150,7 +150,7 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     with pytest.raises(ValueError, match="made to fail"):
         train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    advice = "The next attempt that finds them sends them. Or send them when JSON lines answers"
+    advice = "Send them when JSON lines answers"
     assert (
         f"It is away. This run is logged to files in {directory}. {advice}: flyteplugins-tracking send" in caplog.text
     )
