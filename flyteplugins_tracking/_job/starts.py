@@ -27,6 +27,8 @@ _SLURM = "SLURM_JOB_ID"
 _AGENT = "TORCHELASTIC_RUN_ID"
 # What Python runs in torchelastic's agents.
 _AGENTS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"}
+# Arguments that a script adds when it is started again, also in the style of Hydra: `trainer.resume=true`.
+_ON_RESTART = re.compile(r"([-+]+|(?=[\w.]+=))([\w.]*\.)?(resume|restore|continue|checkpoint|ckpt)", re.IGNORECASE)
 # The launchers that an outer job is itself: each of its tasks is a rank.
 _OF_TASKS = {"flux", "slurm", "konduktor", "skypilot", "sagemaker"}
 
@@ -148,7 +150,20 @@ def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str,
 def _arguments() -> str:
     """Return a digest of this program's arguments, and of the directory in which it was started."""
     place = proc.variables_at_start(os.getpid()).get("PWD", "")
-    return hashlib.sha256(repr((place, sys.argv[1:])).encode()).hexdigest()[:6]
+    return hashlib.sha256(repr((place, _lasting(sys.argv[1:]))).encode()).hexdigest()[:6]
+
+
+def _lasting(words: list[str]) -> list[str]:
+    """Return the arguments without those that scripts add when they go on, as `--resume`, `--ckpt last.pt`."""
+    lasting, may_be_value = [], False
+    for word in words:
+        if _ON_RESTART.match(word):
+            may_be_value = "=" not in word
+            continue
+        if word.startswith("-") or not may_be_value:
+            lasting.append(word)
+        may_be_value = False
+    return lasting
 
 
 def _starter(outer: OuterJob, info: DistributedInfo | None) -> int:
@@ -212,10 +227,11 @@ def _is_start(pid: int, outer: OuterJob, info: DistributedInfo | None) -> bool:
     if not os.path.basename(python).startswith("python"):
         return False
     env = proc.variables_at_start(pid)
-    if info is not None and info.launcher == "torchelastic":
-        if _AGENT in env or _AGENTS.isdisjoint(map(os.path.basename, words[:3])):
-            return False
-    elif info is None and words[len(words) - len(sys.argv[1:]) :] != sys.argv[1:]:
-        return False  # the arguments are a part of the name
-    programs = {re.split(r"[/.]", word.removesuffix(".py"))[-1] for word in words}
-    return program() in programs and outer_job(env) == outer
+    is_agent = _AGENT not in env and not _AGENTS.isdisjoint(map(os.path.basename, words[:3]))
+    if info is not None and info.launcher == "torchelastic" and not is_agent:
+        return False
+    names = [re.split(r"[/.]", word.removesuffix(".py"))[-1] for word in words]
+    if program() not in names or outer_job(env) != outer:
+        return False
+    # The arguments of a program by itself are a part of its name.
+    return info is not None or _lasting(words[names.index(program()) + 1 :]) == _lasting(sys.argv[1:])

@@ -293,7 +293,11 @@ def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
 )
 def test_a_task_is_told_to_take_the_decorator(tmp_path: Path, script: str) -> None:
     path = tmp_path / "task.py"
-    body = "    from flyteplugins_tracking import tracking_run\n    with tracking_run(project='p'):\n        print('INSIDE')\n"
+    body = (
+        "    from flyteplugins_tracking import tracking_run\n"
+        "    with tracking_run(project='p'):\n"
+        "        print('INSIDE')\n"
+    )
     path.write_text(script.format(body))
     done = jobs.run([sys.executable, path], tmp_path)
     assert "tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task" in done.output

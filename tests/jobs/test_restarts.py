@@ -264,6 +264,8 @@ class Job:
         words = [*attempt.launcher, str(PROGRAM)]
         if attempt.variable is None:
             words.append(text)
+        elif first:
+            words.append("--resume")
         more = {} if attempt.variable is None else {attempt.variable: text}
         started = [
             jobs.start(words, self.directory, {**self.backend.environment(), **variables, **more})

@@ -9,6 +9,7 @@ import pytest
 from flyteplugins_tracking import DistributedInfo, IdentityError
 from flyteplugins_tracking._job import board
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, readable
+from flyteplugins_tracking._job.starts import _lasting
 
 # Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
 NAMELESS = ("env", "mpich", "horovod", "kubeflow", "env_rank", "process_group", "jax")
@@ -27,6 +28,21 @@ def test_a_slurm_step_is_named_by_cluster_job_step_and_program(monkeypatch):
         for number in "01":
             identity = from_launcher(slurm(job), {**step, "SLURM_STEP_ID": number}, agreement=True)
             assert identity == Identity(f"slurm-alpha-{job}-{number}-{name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "lasting"),
+    [
+        (["--lr", "1", "--resume"], ["--lr", "1"]),
+        (["--resume", "last.pt", "--lr", "1"], ["--lr", "1"]),
+        (["--resume_from_checkpoint=last.pt", "--lr", "1"], ["--lr", "1"]),
+        (["--resume", "--fp16", "data"], ["--fp16", "data"]),
+        (["lr=1", "trainer.ckpt_path=last.pt", "+resume=true"], ["lr=1"]),
+        (["checkpoints/a.pt"], ["checkpoints/a.pt"]),
+    ],
+)
+def test_options_that_a_restart_adds_do_not_name_a_program(words, lasting):
+    assert _lasting(words) == lasting
 
 
 def test_konduktor_gives_its_job_name_to_each_program(monkeypatch):
