@@ -126,7 +126,7 @@ def log_offline_without_a_key(directory: Path) -> None:
 
     if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
         os.environ["WANDB_MODE"] = "offline"
-        command = wandb_command("sync", f"{shlex.quote(str(directory / 'wandb'))}/offline-run-*")
+        command = f"flyteplugins-tracking send {shlex.quote(str(directory / 'wandb'))}"
         print(f"No W&B API key: logging offline. To send it later: {command}")
 
 

@@ -13,7 +13,7 @@ SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 15
 @tracking.tracking_init(
     project="examples",
     pulse_s=SECONDS,  # every 15 s, which rank the others wait for
-    hang_timeout_s=600,  # no row for 10 minutes: where each rank is
+    hang_timeout_s=300,  # no row for 5 minutes: where each rank is
 )
 def train(steps: int) -> None:
     run = tracking.get_run()

@@ -414,6 +414,35 @@ def test_three_processes_log_to_one_run(tmp_path, server):
     assert {key: sum(key in row for row in run.rows) for key, _ in roles.values()} == dict(roles.values())
 
 
+def test_all_roles_of_one_srun_log_to_one_run(tmp_path, server):
+    job = {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}
+    started = [
+        jobs.start(
+            [sys.executable, EXAMPLES / "roles_in_srun.py"],
+            tmp_path,
+            {**server.environment, **job, "SLURM_PROCID": str(task), "RL_RUN": "in-srun"},
+        )
+        for task in range(3)
+    ]
+    assert [jobs.finish(one, tmp_path).returncode for one in started] == [0, 0, 0]
+    run = server.run("in-srun")
+    found = {key: row[key] for row in run.rows for key in ("task", "rollout-0/task", "eval/task") if key in row}
+    assert (run.state, found) == ("finished", {"task": 0, "rollout-0/task": 1, "eval/task": 2})
+
+
+def test_the_script_for_a_hang_tells_the_rank_of_each_process(tmp_path):
+    """With a py-spy that only names the process."""
+    (tmp_path / "py-spy").write_text('#!/bin/sh\necho "Process $3"\n')
+    (tmp_path / "py-spy").chmod(0o755)
+    (tmp_path / "train.py").write_text("input()")
+    with subprocess.Popen([sys.executable, tmp_path / "train.py"], stdin=subprocess.PIPE, env={"RANK": "3"}) as rank:
+        wait_until(lambda: b"train.py" in Path(f"/proc/{rank.pid}/cmdline").read_bytes())
+        env = {"PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}"}
+        done = jobs.run(["sh", EXAMPLES / "where.sh"], tmp_path, env)
+        rank.communicate(b"\n")
+    assert f"RANK=3\nProcess {rank.pid}\n" in done.output
+
+
 def test_the_files_for_a_login_node_start_a_watcher(tmp_path):
     """The line of a crontab, and the unit of systemd, on a directory without runs, with their end when all is sent."""
     folder = EXAMPLES / "login_node"
