@@ -278,6 +278,11 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
 
 
+def test_a_signal_that_is_missed_before_a_wait_is_sent_again(tmp_path):
+    done = trained(tmp_path, "missed")
+    assert (done.returncode, [run.exit_code for run in done.runs]) == (0, [143]), done.output
+
+
 @pytest.mark.full
 def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
     """Its main thread is in a C call, so that only the thread can end the run."""

@@ -421,6 +421,28 @@ def closed_loop() -> None:
     train()
 
 
+def missed() -> None:
+    """The signal that is sent again is lost: it comes just before the main thread waits for a lock."""
+    handled = threading.Event()
+    kill, sent = signal.pthread_kill, []
+
+    def lose_the_first(thread: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) > 1:
+            kill(thread, number)
+
+    signal.pthread_kill = lose_the_first
+    signal.signal(signal.SIGTERM, lambda *_: handled.set())
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handled.wait(PATIENCE_S)
+
+    train()
+    assert sent == [signal.SIGTERM] * 2
+
+
 def many_files() -> None:
     """The signal comes in a C call, and the wakeup fd has a number that `select` does not take."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

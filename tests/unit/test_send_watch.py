@@ -450,11 +450,14 @@ def test_a_note_that_is_none_costs_no_row(tmp_path, service, watcher, damage):
 def test_nobody_watches_what_is_above_or_below_what_another_process_watches(tmp_path, service, capsys):
     with writer(tmp_path / "below") as only:
         only.log(1)
-        held = "import sys; from flyteplugins_tracking._commands.directories import *; hold(Path(sys.argv[1])); input()"
-        with subprocess.Popen(
-            [sys.executable, "-c", f"{held}", str(tmp_path / "below")], stdin=subprocess.PIPE, text=True
-        ) as other:
-            wait_until(lambda: (tmp_path / "below" / directories._LOCK).exists() and _is_watched(tmp_path / "below"))
+        code = (
+            "import sys; from flyteplugins_tracking._commands.directories import *; "
+            "lock = hold(Path(sys.argv[1])); print('held', flush=True); input()"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "below")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
             watcher = Watcher([tmp_path], killed_s=60)
             look(watcher)
             assert "is watched already: host" in capsys.readouterr().out
@@ -464,14 +467,6 @@ def test_nobody_watches_what_is_above_or_below_what_another_process_watches(tmp_
             other.communicate("\n")
         look(watcher)
         assert service.numbers == [0]
-
-
-def _is_watched(directory: Path) -> bool:
-    try:
-        directories.require_unwatched(directory)
-    except TrackerUnavailableError:
-        return True
-    return False
 
 
 def test_runs_that_are_opened_at_once_use_the_server_that_is_set_up(tmp_path, monkeypatch):

@@ -131,6 +131,7 @@ class SigtermListener(PerProcess, ABC):
         self._may_act = False  # whether the ender lets a handler of the user's be called. Only that thread changes it
         self._has_acted = False  # whether the signal has taken effect. Only the main thread changes it
         self._is_sent_again = False  # whether the ender has sent the signal, and our handler has not run since
+        self._sent_at = 0.0  # when that was
         self._postponement: Postponement | None = None
         self._ended = threading.Event()  # the last function has ended
         self.ends_process = False
@@ -348,6 +349,9 @@ class SigtermListener(PerProcess, ABC):
     def _signal_until(self, timeout_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
         """Wait for `is_done` or the end of the last function, and send the signal again if our handler puts it off.
 
+        It is sent again too if the handler does not run: a signal that comes just before the main thread waits for a
+        lock does not interrupt that wait.
+
         Returns:
             False after the timeout.
         """
@@ -355,7 +359,8 @@ class SigtermListener(PerProcess, ABC):
         while time.monotonic() < deadline:
             if is_done() or ended.wait(POLL_S):
                 return True
-            if self._was_put_off:
+            was_missed = self._is_sent_again and time.monotonic() >= self._sent_at + ANSWER_S
+            if self._was_put_off or was_missed:
                 self._signal_main_thread()
         return is_done()
 
@@ -368,7 +373,7 @@ class SigtermListener(PerProcess, ABC):
         """Have the main thread run our handler, also out of a sleep."""
         with self._lock:
             if not self._ended.is_set() and self._current_handler() is not None:
-                self._is_sent_again = True
+                self._is_sent_again, self._sent_at = True, time.monotonic()
                 signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
