@@ -107,7 +107,7 @@ ROWS = (
         "a training step that logs 5 keys, ours, shared",
     ),
     Row(
-        "8 ranks that share a run: memory of W&B's helpers, over W&B's own shared mode",
+        "8 ranks that share a run: memory of their 8 helpers together, over W&B's own shared mode",
         lambda: _more("shared_node", "paced_pss", _SHARED, _BARE, "MiB"),
         "8 ranks, shared: memory",
     ),

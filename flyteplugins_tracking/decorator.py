@@ -111,10 +111,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             take 30 s more.
         kill_after_s: How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of
             torchrun, Slurm (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()`
-            and the run's end have all but the last 5 s of it, which is 25 s by default; or half of it, if it is below
-            10. At an end without a SIGTERM there is no limit while the service takes data; when nothing has moved for
-            25 s, the library gives up. In a shared run, the rank that ends it waits in the same way for the other
-            ranks.
+            and the run's end have 5 s less than that: 25 s by default. If it is below 10 s, they have half of it. At an
+            end without a SIGTERM there is no limit while the service takes data; when nothing has moved for 25 s, the
+            library gives up. In a shared run, the rank that ends it waits in the same way for the other ranks.
         hang_timeout_s: If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each
             rank is to the run and to the log of the rank with the run. Each rank writes its stacks to its own log.
             Nothing is ended. None for never.
@@ -125,9 +124,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
-        step_metric: In two cases the service cannot use the `step=` of `log`: in a shared run, whose ranks share one
-            step counter, and after a job has gone back to its checkpoint. The `step=` is then in the column of this
-            name.
+        step_metric: The column for the `step=` of `log`, where the service cannot take it as its own step: in a shared
+            run, whose ranks share one step counter, and after a job has gone back to its checkpoint.
         download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

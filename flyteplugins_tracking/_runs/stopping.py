@@ -49,8 +49,8 @@ def should_stop() -> bool:
     `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and
     until 5 s before the SIGKILL (see `kill_after_s`), SIGTERM does not interrupt the function.
 
-    In one process, and in a job of several nodes without a common store, each process stops for itself. Outside a
-    decorated function it returns False.
+    In a job without a store that all ranks reach, as under `srun` before a process group is made, each process stops
+    for itself. Outside a decorated function it returns False.
     """
     # As `CallCounter.next`, without one more call.
     counter = _state.counter
