@@ -86,10 +86,10 @@ def _packages() -> Iterator[tuple[str, str, str, str]]:
 def _versions() -> str:
     """The versions that pyproject.toml allows and constraints.txt has, what `make vendors` has found, known faults."""
     rows = [(f"{title} (`{name}`)" if name else title, *versions) for title, name, *versions in _packages()]
-    _, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
+    head, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
     # One row for neighbours with the same outcome.
-    same = itertools.groupby(outcomes, lambda outcome: (outcome[0], outcome[3]))
-    clients = [(client, ", ".join(row[1] for row in group), lost) for (client, lost), group in same]
+    same = itertools.groupby(outcomes, lambda outcome: (outcome[0], *outcome[2:]))
+    clients = [(client, ", ".join(row[1] for row in group), *rest) for (client, *rest), group in same]
     faults = [
         (distribution, fault.first, fault.fixed, fault.text)
         for distribution, of_client in vendor_parts.FAULTS.items()
@@ -97,7 +97,7 @@ def _versions() -> str:
     ]
     tables = (
         _table(["", "allowed", "all tests run with"], rows),
-        _table(["client", "the tracker's tests ran with", "what is lost"], clients),
+        _table(head, clients),
         _table(["client", "from", "fixed in", "fault"], faults),
     )
     return "\n\n".join(tables)

@@ -280,7 +280,7 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
 
 def test_a_signal_that_is_missed_before_a_wait_is_sent_again(tmp_path):
     done = trained(tmp_path, "missed")
-    assert (done.returncode, [run.exit_code for run in done.runs]) == (0, [143]), done.output
+    assert (done.returncode, {run.exit_code for run in done.runs}) == (0, {143}), done.output
 
 
 @pytest.mark.full

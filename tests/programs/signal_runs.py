@@ -422,7 +422,10 @@ def closed_loop() -> None:
 
 
 def missed() -> None:
-    """The signal that is sent again is lost: it comes just before the main thread waits for a lock."""
+    """The first signal that is sent again is lost, as if it came just before the main thread waits for a lock.
+
+    On a slow machine the handler may be called with no signal that is sent again: then it is tried once more.
+    """
     handled = threading.Event()
     kill, sent = signal.pthread_kill, []
 
@@ -439,8 +442,10 @@ def missed() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert handled.wait(PATIENCE_S)
 
-    train()
-    assert len(sent) >= 2  # a slow machine may be sent more
+    while len(sent) < 2:
+        sent.clear()
+        handled.clear()
+        train()
 
 
 def many_files() -> None:

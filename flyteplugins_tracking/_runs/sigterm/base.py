@@ -130,8 +130,7 @@ class SigtermListener(PerProcess, ABC):
         self._answered_at = 0.0  # when our handler has run last
         self._may_act = False  # whether the ender lets a handler of the user's be called. Only that thread changes it
         self._has_acted = False  # whether the signal has taken effect. Only the main thread changes it
-        self._is_sent_again = False  # whether the ender has sent the signal, and our handler has not run since
-        self._sent_at = 0.0  # when that was
+        self._sent_at: float | None = None  # when the ender has sent the signal, if our handler has not run since
         self._postponement: Postponement | None = None
         self._ended = threading.Event()  # the last function has ended
         self.ends_process = False
@@ -253,8 +252,8 @@ class SigtermListener(PerProcess, ABC):
         if self._note_signal():
             self._start_ender()
         self._answered_at = time.monotonic()
-        is_sent_again, self._is_sent_again = self._is_sent_again, False
-        if is_sent_again and self._has_acted:  # it has taken effect before this one came
+        sent_at, self._sent_at = self._sent_at, None
+        if sent_at is not None and self._has_acted:  # it has taken effect before this one came
             return
         if self._postponement is not None:
             self._postponement.on_sigterm()
@@ -359,7 +358,8 @@ class SigtermListener(PerProcess, ABC):
         while time.monotonic() < deadline:
             if is_done() or ended.wait(POLL_S):
                 return True
-            was_missed = self._is_sent_again and time.monotonic() >= self._sent_at + ANSWER_S
+            sent_at = self._sent_at  # the handler, which runs in another thread, changes it
+            was_missed = sent_at is not None and time.monotonic() >= sent_at + ANSWER_S
             if self._was_put_off or was_missed:
                 self._signal_main_thread()
         return is_done()
@@ -373,7 +373,7 @@ class SigtermListener(PerProcess, ABC):
         """Have the main thread run our handler, also out of a sleep."""
         with self._lock:
             if not self._ended.is_set() and self._current_handler() is not None:
-                self._is_sent_again, self._sent_at = True, time.monotonic()
+                self._sent_at = time.monotonic()
                 signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
