@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 import sys
@@ -19,16 +20,26 @@ from typing import NamedTuple
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.files import own_text, private_directory
+from flyteplugins_tracking._util.files import own_text, private_directory, replace_whole
 from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.proc import Env
+from flyteplugins_tracking._util.warn_once import WarnOnce
 
+_warn_once = WarnOnce(logging.getLogger(__name__))
 _SLURM = "SLURM_JOB_ID"
 _AGENT = "TORCHELASTIC_RUN_ID"
 # What Python runs in torchelastic's agents.
 _AGENTS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"}
 # Arguments that a script adds when it is started again, also in the style of Hydra: `trainer.resume=true`.
 _ON_RESTART = re.compile(r"([-+]+|(?=[\w.]+=))([\w.]*\.)?(resume|restore|continue|checkpoint|ckpt)", re.IGNORECASE)
+# A value of such an option, and not the next option or a file of the program's own.
+_VALUE = re.compile(r"(?!-\D|-$)(?!.*\.(ya?ml|json|toml|py)$).*", re.DOTALL)
+# How long another start may read or write the numbers, in seconds.
+_LOCK_S = 10
+_UNCOUNTED = (
+    "the starts of %s in this job cannot be counted, so that a restart of the job may make a new run: %s. Make room in "
+    "/tmp, or pass run_file=..."
+)
 # The launchers that an outer job is itself: each of its tasks is a rank.
 _OF_TASKS = {"flux", "slurm", "konduktor", "skypilot", "sagemaker"}
 
@@ -55,10 +66,12 @@ def outer_job(env: Env) -> OuterJob | None:
     The job of a heterogeneous Slurm step is that of its first component. Flux may run inside Slurm.
     """
     if env.get("FLUX_JOB_ID"):
-        flux = ("flux", env.get("FLUX_ENCLOSING_ID", ""), env["FLUX_JOB_ID"])
+        # Flux numbers its jobs from its own start: the job that it runs in tells them apart.
+        around = (env.get("FLUX_ENCLOSING_ID", ""), env.get(_SLURM, ""), env.get("SLURM_STEP_ID", ""))
+        flux = ("flux", *around, env.get("FLUX_JOB_ID_PATH") or env["FLUX_JOB_ID"])
         return OuterJob("FLUX_JOB_ID", flux, env.get("FLUX_JOB_SIZE", "1"), env.get("FLUX_TASK_RANK", "0"))
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get(_SLURM)
-    if job:
+    if job and ("SLURM_STEP_ID" in env or "SLURMD_NODENAME" in env):  # not in a login that Slurm lets into a job
         parts = ("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, env.get("SLURM_STEP_ID", "batch"))
         return OuterJob(_SLURM, parts, env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_PROCID", "0"))
     for variable, nodes, node in (
@@ -66,7 +79,8 @@ def outer_job(env: Env) -> OuterJob | None:
         ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
     ):
         if env.get(variable):
-            return OuterJob(variable, (stable_name(env[variable]),), env.get(nodes, "1"), env.get(node, "0"))
+            name = (stable_name(env[variable]), env.get("SKYPILOT_USER_ID", ""))  # each user's jobs are numbered from 1
+            return OuterJob(variable, name, env.get(nodes, "1"), env.get(node, "0"))
     # SageMaker's, and not a variable that a user has named so.
     if env.get("TRAINING_JOB_NAME") and ("SM_HOSTS" in env or "TRAINING_JOB_ARN" in env):
         hosts = 1 + env.get("SM_HOSTS", "").count(",")  # a list in JSON
@@ -91,9 +105,10 @@ def launch_directory(env: Env) -> str:
     return match[1] if match else ""
 
 
-def program() -> str:
-    """Return the name of this process's program: a script that leaves out one that is done starts the others alone."""
-    return Path(*sys.argv[:1]).stem
+def _program() -> str:
+    """Return the name of this process's program: `train` of `a/train.py` and `-m a.train`, `a` of `-m a`."""
+    path = Path(*sys.argv[:1])
+    return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def restarts_of(outer: OuterJob | None, env: Env) -> int:
@@ -109,7 +124,7 @@ def is_task(outer: OuterJob, info: DistributedInfo) -> bool:
     if info.launcher in _OF_TASKS:
         return True
     is_rank = (str(info.rank), str(info.world_size)) == (outer.task, outer.tasks)
-    return is_rank and info.launcher in LAUNCHERS and _starter(outer, info) == os.getpid()
+    return is_rank and info.launcher in LAUNCHERS and _starter(info) == os.getpid()
 
 
 def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str, ...] | None:
@@ -130,27 +145,114 @@ def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str,
     spans_all = info is not None and (str(info.num_workers) == outer.tasks or outer.parts[-1] == "batch")
     if not (are_ranks or is_of_task or spans_all):
         return None
-    starter = _starter(outer, info)
+    starter = os.getpid() if info is None or are_ranks else _starter(info)
     launch = ""
     if info is not None and not are_ranks:  # a program may start ranks several times
         launch = launch_directory(os.environ) or _start_of(os.getpid())
         if info.launcher != "torchelastic" and (info.launcher not in LAUNCHERS or info.rank or starter == os.getpid()):
             return None  # ranks of a pool, or that a shell has started one by one
-    # A container with processes of its own shows neither the others of the job nor the files with their numbers.
-    counts = not (outer.variable == _SLURM and _SLURM in proc.variables_at_start(1))
-    if not (counts or are_ranks):
+    name = _word(_program()) if info is not None else f"{_word(_program())}-{_digest(*_command())}"
+    number = _number_of_start(outer, info, name, starter, launch)
+    if number is None and not are_ranks:  # a step of ranks is most often one training
         return None
-    name = program() if info is not None else f"{program()}-{_arguments()}"
-    number = _number_of_start(outer, info, name, starter, launch) if counts else 1
     *parts, last = outer.parts
     task = f".task{outer.task}" if is_of_task and not are_ranks and outer.tasks != "1" else ""
-    return (*parts, f"{last}{task}", f"{name}{'' if number == 1 else f'.{number}'}")
+    return (*parts, f"{last}{task}", name if number in (1, None) else f"{name}.{number}")
 
 
-def _arguments() -> str:
-    """Return a digest of this program's arguments, and of the directory in which it was started."""
-    place = proc.variables_at_start(os.getpid()).get("PWD", "")
-    return hashlib.sha256(repr((place, _lasting(sys.argv[1:]))).encode()).hexdigest()[:6]
+def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, starter: int, launch: str) -> int | None:
+    """Return which of the starts of a name in this task and this attempt of the job this one is, from 1.
+
+    Each start with a run here has a file with its number as the name. An older one that lives may open its run later:
+    its number stays free. torchelastic gives rank 0 to the host whose name sorts first, so one node has all files.
+
+    Returns:
+        None if nobody counts: a container with processes of its own shows neither the others of the job nor the files,
+        and there may be no place for the files. That is warned of.
+    """
+    if outer.variable == _SLURM and _SLURM in proc.variables_at_start(1):
+        return None
+    started, attempt = _start_of(starter), _attempt_of(outer, os.getpid(), os.environ)
+    own = started + launch
+    key = hashlib.sha256(repr((outer, attempt, name)).encode()).hexdigest()
+    try:
+        directory = private_directory("starts", key, is_of_machine=True)
+        with locked(directory / "lock", _LOCK_S):
+            numbers = {own_text(path) or "": int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
+            if own in numbers:
+                return numbers[own]
+            beside = {_start_of(pid) for pid in proc.processes() if _is_alike(pid, outer, info, attempt)}
+            free = (number for number in itertools.count(1) if number not in numbers.values())
+            with_numbers = {text[: len(started)] for text in numbers}
+            number = next(itertools.islice(free, sum(start < started for start in beside - with_numbers), None))
+            replace_whole(directory / str(number), own)
+            return number
+    except OSError as error:  # a full disk, or another start that is stopped
+        _warn_once("uncounted", _UNCOUNTED, name, error)
+        return None
+
+
+def _attempt_of(outer: OuterJob, pid: int, env: Env) -> str:
+    """Return a text that is different for each attempt of a job: Slurm's, or the start of the session of its script.
+
+    SkyPilot's script sets the variables itself, so that the script's own process has not had them at its start.
+    """
+    if outer.variable == _SLURM:
+        return f"{env.get('SLURM_RESTART_COUNT', '0')} {env.get('SLURM_JOB_START_TIME', '')}"
+    while (above := proc.parent(pid)) > 0 and outer.variable in proc.variables_at_start(above):
+        pid = above
+    return _start_of(proc.session(pid) or pid)
+
+
+def _start_of(pid: int) -> str:
+    """Return a text that is different for each process of this machine, and sorts by their starts."""
+    return f"{proc.start_time(pid):0>20} {pid:0>10}"
+
+
+def _starter(info: DistributedInfo) -> int:
+    """Return the process that this rank's start begins with: torchrun's agent, a program that starts ranks, or itself.
+
+    A program as `conda run`, which has the rank's variables, has not started the rank.
+    """
+    if info.launcher == "torchelastic":
+        return proc.nearest_without(_AGENT)
+    first, above = os.getpid(), os.getppid()
+    while above > 1 and info.launcher in LAUNCHERS:
+        python, *words = proc.command_line(above)
+        has_rank = LAUNCHERS[info.launcher].rank in proc.variables_at_start(above)
+        first = above if _is_python(python) and _names_program(words) and not has_rank else first
+        above = proc.parent(above)
+    return first
+
+
+def _is_alike(pid: int, outer: OuterJob, info: DistributedInfo | None, attempt: str) -> bool:
+    """Whether a process, maybe this one, is a start of this program in this task and attempt: an agent of torchrun."""
+    python, *words = proc.command_line(pid)[:-1] or [""]
+    env = proc.variables_at_start(pid)
+    if not _is_python(python) or proc.is_fork(pid) or outer_job(env) != outer:
+        return False
+    if info is None:
+        is_program = _lasting(words) == _lasting(sys.orig_argv[1:]) and env.get("PWD") == os.environ.get("PWD")
+    elif info.launcher == "torchelastic":
+        is_agent = _AGENT not in env and not _AGENTS.isdisjoint(map(os.path.basename, words[:3]))
+        is_program = is_agent and _names_program(words)
+    else:
+        is_program = _names_program([word for word in words if not word.startswith("-")][:1])
+    return is_program and _attempt_of(outer, pid, env) == attempt
+
+
+def _is_python(path: str) -> bool:
+    return os.path.basename(path).startswith("python")
+
+
+def _names_program(words: list[str]) -> bool:
+    """Whether one of these arguments of Python is this process's program: its path, or the name of its module."""
+    return any(_program() in (Path(word).stem, word.rpartition(".")[2]) for word in words)
+
+
+def _command() -> tuple[str, ...]:
+    """Return what a program by itself was started with: its directory, options, path and arguments."""
+    return os.environ.get("PWD", ""), *_lasting(sys.orig_argv[1:])
 
 
 def _lasting(words: list[str]) -> list[str]:
@@ -160,78 +262,17 @@ def _lasting(words: list[str]) -> list[str]:
         if _ON_RESTART.match(word):
             may_be_value = "=" not in word
             continue
-        if word.startswith("-") or not may_be_value:
+        if not (may_be_value and _VALUE.fullmatch(word)):
             lasting.append(word)
         may_be_value = False
     return lasting
 
 
-def _starter(outer: OuterJob, info: DistributedInfo | None) -> int:
-    """Return the process that this start begins with: torchrun's agent, or the first one that runs the program."""
-    if info is not None and info.launcher == "torchelastic":
-        return proc.nearest_without(_AGENT)
-    return _first_of(os.getpid(), outer, info)
+def _word(name: str) -> str:
+    """Return a name as a part of an id, without dots: with a digest if the id cannot have all of its characters."""
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
+    return word if word == name else f"{word}-{_digest(name)}"
 
 
-def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, starter: int, launch: str) -> int:
-    """Return which of the starts of a name in this task and this attempt of the job this one is, from 1.
-
-    Each start with a run here has a file with its number as the name. An older one that lives may open its run later:
-    its number stays free. torchelastic gives rank 0 to the host whose name sorts first, so one node has all files.
-    """
-    started, attempt = _start_of(starter), _attempt_of(outer, os.getpid())
-    own = started + launch
-    try:
-        key = hashlib.sha256(repr((outer, attempt, name)).encode()).hexdigest()
-        directory = private_directory("starts", key, is_of_machine=True)
-        with locked(directory / "lock"):
-            numbers = {own_text(path) or "": int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
-            if own in numbers:
-                return numbers[own]
-            others = {_first_of(pid, outer, info) for pid in proc.processes() if _is_start(pid, outer, info)}
-            beside = {_start_of(pid) for pid in others - {starter} if _attempt_of(outer, pid) == attempt}
-            free = (number for number in itertools.count(1) if number not in numbers.values())
-            with_numbers = {text[: len(started)] for text in numbers}
-            number = next(itertools.islice(free, sum(start < started for start in beside - with_numbers), None))
-            (directory / str(number)).write_text(own)
-            return number
-    except OSError:  # a full disk
-        return 1
-
-
-def _attempt_of(outer: OuterJob, pid: int) -> str:
-    """Return a text that is different for each attempt of a job: Slurm's number, or the start of its first process."""
-    if outer.variable == _SLURM:
-        return proc.variables_at_start(pid).get("SLURM_RESTART_COUNT", "0")
-    while (above := proc.parent(pid)) > 0 and outer.variable in proc.variables_at_start(above):
-        pid = above
-    return _start_of(pid)
-
-
-def _start_of(pid: int) -> str:
-    """Return a text that is different for each process of this machine, and sorts by their starts."""
-    return f"{proc.start_time(pid):0>20} {pid:0>10}"
-
-
-def _first_of(pid: int, outer: OuterJob, info: DistributedInfo | None) -> int:
-    """Return the first process of the start that `pid` is in, which may be below `accelerate launch` or `conda run`."""
-    first, above = pid, proc.parent(pid)
-    while above > 1:
-        first, above = above if _is_start(above, outer, info) else first, proc.parent(above)
-    return first
-
-
-def _is_start(pid: int, outer: OuterJob, info: DistributedInfo | None) -> bool:
-    """Whether a process of this task runs, or starts, what this process runs: with torchrun, its agents only."""
-    python, *words = proc.command_line(pid)[:-1] or [""]
-    if not os.path.basename(python).startswith("python"):
-        return False
-    env = proc.variables_at_start(pid)
-    is_agent = _AGENT not in env and not _AGENTS.isdisjoint(map(os.path.basename, words[:3]))
-    if info is not None and info.launcher == "torchelastic" and not is_agent:
-        return False
-    names = [re.split(r"[/.]", word.removesuffix(".py"))[-1] for word in words]
-    if program() not in names or outer_job(env) != outer:
-        return False
-    # The arguments of a program by itself are a part of its name.
-    return info is not None or _lasting(words[names.index(program()) + 1 :]) == _lasting(sys.argv[1:])
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:6]

@@ -89,9 +89,11 @@ def _identity(call: Call) -> Identity:
 
 def _started_identity(call: Call) -> Identity:
     found, config = call.found, call.config
+    is_shared = found.info is not None and needs_shared_id(found.info, config.run_mode, config.rank_scope)
+    if not (is_shared or call.tracker.resumes(config)):
+        return Identity(None)
     if found.info is None:
         return Identity(None) if found.pool is not None else identity_of_program(os.environ)
-    is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
     return from_launcher(found.info, os.environ, agreement=is_shared)
 
 

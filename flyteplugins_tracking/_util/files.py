@@ -41,7 +41,7 @@ def private_directory(*parts: str, on_disk: bool = False, is_of_machine: bool = 
     Args:
         *parts: Its path in the user's private directory.
         on_disk: Whether it may get more than `XDG_RUNTIME_DIR` has room for, which is in memory.
-        is_of_machine: Whether processes get the same one that have another `TMPDIR`.
+        is_of_machine: Whether processes get the same one that have another `TMPDIR`. Never one of a process alone.
 
     Raises:
         OSError: There is no such directory, and none can be made.
@@ -66,7 +66,8 @@ def _candidates(on_disk: bool, is_of_machine: bool) -> Iterator[Path]:
     home = Path(os.path.expanduser("~"), ".cache")
     if home.is_dir():
         yield home / _NAME
-    yield _of_this_process()
+    if not is_of_machine:
+        yield _of_this_process()
 
 
 @functools.cache

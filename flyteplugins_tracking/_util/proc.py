@@ -63,8 +63,7 @@ def start_time(pid: int) -> str:
 
     Field 22 of /proc/[pid]/stat: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
     """
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 else ""
+    return _stat(pid).get(22, "")
 
 
 def command_line(pid: int) -> list[str]:
@@ -94,14 +93,28 @@ def zombie_status(pid: int) -> int | None:
 
     It is that of waitpid(2): field 52 of /proc/[pid]/stat.
     """
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else None
+    fields = _stat(pid)
+    return int(fields[52]) if fields.get(3) == "Z" else None
 
 
 def state(pid: int) -> str:
     """Return the state of `pid`, a process or a thread: "R", "S", "T" (stopped by a signal), ...; empty without it."""
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[0] if fields else ""
+    return _stat(pid).get(3, "")
+
+
+def session(pid: int) -> int:
+    """Return the process that leads the session of `pid`, which may have ended; 0 if it is unknown."""
+    return int(_stat(pid).get(6, 0))
+
+
+def is_fork(pid: int) -> bool:
+    """Return whether `pid` is a copy of its parent, and has started no program: PF_FORKNOEXEC of the kernel."""
+    return bool(int(_stat(pid).get(9, 0)) & 0x40)
+
+
+def _stat(pid: int) -> dict[int, str]:
+    """Return the fields of /proc/[pid]/stat by their numbers, from 3; none without it."""
+    return dict(enumerate(read(f"/proc/{pid}/stat").rpartition(")")[2].split(), 3))
 
 
 def started_at(pid: int | None = None) -> float:

@@ -279,6 +279,10 @@ class Tracker(Protocol):
         """
         return {"project": config.project, "server": self.page(config, None)}
 
+    def resumes(self, config: TrackingConfig) -> bool:  # noqa: ARG002 subclasses need it
+        """Return whether a restart of the job may go on in its run. If not, it needs no id that the job keeps."""
+        return True
+
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:  # noqa: ARG002
         """Return the values to add to flytekit's task template, so that the console links to `pages`.
 

@@ -79,7 +79,8 @@ def killed_then_again(**more: Any) -> list[Attempt]:
 
 def in_slurm(job: str, restarts: int, **more: str) -> dict[str, str]:
     """The variables of a batch script of Slurm, and of its steps."""
-    return {"SLURM_CLUSTER_NAME": "c", "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts), **more}
+    node = {"SLURM_CLUSTER_NAME": "c", "SLURM_JOB_ID": job, "SLURMD_NODENAME": "n"}
+    return {**node, "SLURM_RESTART_COUNT": str(restarts), **more}
 
 
 def slurm_tasks(job: str, restarts: int) -> list[dict[str, str]]:

@@ -350,6 +350,7 @@ def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_pa
         "MASTER_PORT": str(jobs.free_port()),
         "GPUS_PER_NODE": "2",
         "SLURM_JOB_ID": job,
+        "SLURMD_NODENAME": "node-0",
         "SLURM_JOB_NODELIST": "node-[0-1]",
         "SLURM_NNODES": "2",
     }

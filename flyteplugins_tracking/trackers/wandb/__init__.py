@@ -132,6 +132,9 @@ class WandbTracker(Tracker):
         project = config.project or os.environ.get("WANDB_PROJECT")
         return {"entity": entity, "project": project, "server": app(config)}
 
+    def resumes(self, config: TrackingConfig) -> bool:
+        return config.options.get("resume", os.environ.get("WANDB_RESUME")) != "never"
+
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
         entity = config.options.get("entity")
         place = {"host": app(config), "entity": entity, "project": config.project}
