@@ -468,6 +468,23 @@ def test_a_later_job_tells_what_it_changes_and_keeps_the_earlier_ones_console(
     assert sorted(starts) == [["0"], [str(ROWS)]], run.files
 
 
+@pytest.mark.parametrize("backend", ["wandb"], indirect=True)
+@pytest.mark.parametrize(
+    ("tracking", "variables"),
+    [({"resume": "never"}, {}), pytest.param({}, {"WANDB_RESUME": "never"}, marks=pytest.mark.wide)],
+)
+def test_an_attempt_that_may_not_resume_has_a_run_of_its_own(
+    job: Job, tracking: dict[str, Any], variables: dict[str, str]
+) -> None:
+    number = f"j{secrets.token_hex(4)}"
+    for attempt in range(2):
+        settings = {"end": "raise"} if attempt == 0 else {}
+        job.run(
+            Attempt([{**in_slurm(number, attempt), **variables}], settings=settings, succeeds=attempt == 1), tracking
+        )
+    assert list(job.points.values()) == [Counter(("rank0", n) for n in range(ROWS))] * 2
+
+
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     """A backup by `cp -al` of what a killed job has left, and a symbolic link."""

@@ -133,7 +133,7 @@ class WandbTracker(Tracker):
         return {"entity": entity, "project": project, "server": app(config)}
 
     def resumes(self, config: TrackingConfig) -> bool:
-        return config.options.get("resume", os.environ.get("WANDB_RESUME")) != "never"
+        return bool(config.options.get("resume", os.environ.get("WANDB_RESUME")) != "never")
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
         entity = config.options.get("entity")
