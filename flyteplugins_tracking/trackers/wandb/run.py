@@ -361,8 +361,8 @@ class WandbHandle(Handle):
             try:
                 if not self._has_left:
                     self._has_left = True
-                    text = "has ended, and its function logs on: this is kept in %s, and sent when the function ends"
-                    self._gate.warn(text % outbox.run_directory(self.run))
+                    text = f"has ended, and its function logs on: this is kept in {outbox.run_directory(self.run)}"
+                    self._gate.warn(f"{text}{self._when_sent}")
                 self._late = self._late or self._outbox.without_service()
                 return action(self._late)
             except Exception:
@@ -427,7 +427,7 @@ class WandbHandle(Handle):
             "wandb.teardown() was called" if was_torn_down else f"wandb-core has died ({type(error).__name__})",
             self.id,
             outbox.run_directory(self.run),
-            "" if self.run.offline else ", and sent when the function ends",
+            self._when_sent,
         )
         self._has_died = self._has_left = True
         vendor.set_finished(self.run)
@@ -456,6 +456,12 @@ class WandbHandle(Handle):
         except Exception:
             text = "W&B: run %s may lack config, summary or files that were set or saved before"
             logger.warning(text, self.id, exc_info=True)
+
+    @property
+    def _when_sent(self) -> str:
+        """When what the journal keeps is sent; empty if the run is offline, which says so at its end."""
+        ending = ", and sent when the function ends. If the process is killed before that, run: "
+        return "" if self.run.offline else ending + self._command
 
     @property
     def _command(self) -> str:
