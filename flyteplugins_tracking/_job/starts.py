@@ -74,13 +74,12 @@ def outer_job(env: Env) -> OuterJob | None:
     if job and ("SLURM_STEP_ID" in env or "SLURMD_NODENAME" in env):  # not in a login that Slurm lets into a job
         parts = ("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, env.get("SLURM_STEP_ID", "batch"))
         return OuterJob(_SLURM, parts, env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_PROCID", "0"))
-    for variable, nodes, node in (
-        ("KONDUKTOR_JOB_NAME", "NUM_NODES", "RANK"),
-        ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
-    ):
+    for variable, nodes in (("KONDUKTOR_JOB_NAME", "NUM_NODES"), ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES")):
         if env.get(variable):
             name = (stable_name(env[variable]), env.get("SKYPILOT_USER_ID", ""))  # each user's jobs are numbered from 1
-            return OuterJob(variable, name, env.get(nodes, "1"), env.get(node, "0"))
+            # konduktor has both, and torchrun replaces the second one.
+            node = env.get("SKYPILOT_NODE_RANK") or env.get("RANK", "0")
+            return OuterJob(variable, name, env.get(nodes, "1"), node)
     # SageMaker's, and not a variable that a user has named so.
     if env.get("TRAINING_JOB_NAME") and ("SM_HOSTS" in env or "TRAINING_JOB_ARN" in env):
         hosts = 1 + env.get("SM_HOSTS", "").count(",")  # a list in JSON

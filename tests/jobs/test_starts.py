@@ -190,6 +190,7 @@ def test_tasks_below_a_program_that_starts_them_agree(tmp_path: Path) -> None:
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
 FLUX = {"FLUX_JOB_ID": "f5A", "FLUX_JOB_ID_PATH": "/f5A", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}
+POD = {"KONDUKTOR_JOB_NAME": "j", "NUM_NODES": "2", "RANK": "0"}  # in a rank of torchrun's
 SKY = {"SKYPILOT_TASK_ID": "sky-managed-2026-09-17-15-26-33-123456_train_1-0"}
 
 
@@ -199,6 +200,7 @@ SKY = {"SKYPILOT_TASK_ID": "sky-managed-2026-09-17-15-26-33-123456_train_1-0"}
         ({**JOB, **FLUX}, {**JOB, **FLUX, "SLURM_JOB_ID": "8"}),
         ({**FLUX, "FLUX_JOB_ID_PATH": "/f1/f5A"}, {**FLUX, "FLUX_JOB_ID_PATH": "/f2/f5A"}),
         ({**SKY, "SKYPILOT_USER_ID": "ada"}, {**SKY, "SKYPILOT_USER_ID": "bob"}),
+        ({**POD, "SKYPILOT_NODE_RANK": "0"}, {**POD, "SKYPILOT_NODE_RANK": "1"}),
         ({**JOB, "SLURM_STEP_ID": "0"}, {**JOB, "SLURM_STEP_ID": "1"}),
         ({**JOB, "SLURMD_NODENAME": "n"}, {**JOB, "SLURM_STEP_ID": "1"}),
     ],
