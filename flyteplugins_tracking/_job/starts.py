@@ -71,7 +71,9 @@ def outer_job(env: Env) -> OuterJob | None:
         flux = ("flux", *around, env.get("FLUX_JOB_ID_PATH") or env["FLUX_JOB_ID"])
         return OuterJob("FLUX_JOB_ID", flux, env.get("FLUX_JOB_SIZE", "1"), env.get("FLUX_TASK_RANK", "0"))
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get(_SLURM)
-    if job and ("SLURM_STEP_ID" in env or "SLURMD_NODENAME" in env):  # not in a login that Slurm lets into a job
+    # pam_slurm_adopt lets a login into a job, with the job's number and no other variable.
+    is_login = "SSH_CONNECTION" in env and env.keys().isdisjoint({"SLURM_STEP_ID", "SLURMD_NODENAME"})
+    if job and not is_login:
         parts = ("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, env.get("SLURM_STEP_ID", "batch"))
         return OuterJob(_SLURM, parts, env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_PROCID", "0"))
     for variable, nodes in (("KONDUKTOR_JOB_NAME", "NUM_NODES"), ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES")):

@@ -211,7 +211,10 @@ def test_jobs_that_only_one_variable_tells_apart_are_not_one(one: dict[str, str]
 
 def test_a_login_that_slurm_lets_into_a_job_is_no_start_of_it() -> None:
     """pam_slurm_adopt sets the job's number and nothing else: two logins would have one name."""
-    assert starts.outer_job(JOB) is None
+    login = {**JOB, "SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
+    assert starts.outer_job(login) is None
+    # A job has the variables of the login that has submitted it.
+    assert starts.outer_job({**login, "SLURMD_NODENAME": "n"}) == starts.outer_job(JOB) is not None
 
 
 def full_disk(*_: object, **__: object) -> Path:
@@ -221,7 +224,7 @@ def full_disk(*_: object, **__: object) -> Path:
 def test_starts_that_cannot_be_counted_have_a_random_id_and_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(starts, "private_directory", full_disk)
     monkeypatch.setattr(starts._warn_once, "_logged", set())
-    assert identity_of_program({**JOB, "SLURMD_NODENAME": "n"}) == Identity(None)
+    assert identity_of_program(JOB) == Identity(None)
     assert re.findall("cannot be counted.*No space left on device.*run_file=", caplog.text)
 
 
@@ -240,5 +243,5 @@ def test_a_start_does_not_wait_for_one_that_is_stopped(monkeypatch, caplog, tmp_
     monkeypatch.setattr(starts._warn_once, "_logged", set())
     monkeypatch.setattr(starts, "_LOCK_S", 0.1)
     with locked(tmp_path / "lock"):
-        assert identity_of_program({**JOB, "SLURMD_NODENAME": "n"}) == Identity(None)
+        assert identity_of_program(JOB) == Identity(None)
     assert re.findall(f"lock is locked by host .*, pid {os.getpid()},", caplog.text)
