@@ -30,6 +30,7 @@ _SLURM = "SLURM_JOB_ID"
 _AGENT = "TORCHELASTIC_RUN_ID"
 # What Python runs in torchelastic's agents.
 _AGENTS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"}
+_SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 # Arguments that a script adds when it is started again, also in the style of Hydra: `trainer.resume=true`.
 _ON_RESTART = re.compile(r"([-+]+|(?=[\w.]+=))([\w.]*\.)?(resume|restore|continue|checkpoint|ckpt)", re.IGNORECASE)
 # A value of such an option, and not the next option or a file of the program's own.
@@ -194,15 +195,18 @@ def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, s
 
 
 def _attempt_of(outer: OuterJob, pid: int, env: Env) -> str:
-    """Return a text that is different for each attempt of a job: Slurm's, or the start of the session of its script.
+    """Return a text that is different for each attempt of a job: Slurm's, or the variable and the start of its script.
 
-    SkyPilot's script sets the variables itself, so that the script's own process has not had them at its start.
+    SkyPilot's script sets the variables itself, so that the script's own shell has not had them at its start.
     """
     if outer.variable == _SLURM:
         return f"{env.get('SLURM_RESTART_COUNT', '0')} {env.get('SLURM_JOB_START_TIME', '')}"
-    while (above := proc.parent(pid)) > 0 and outer.variable in proc.variables_at_start(above):
+    while (above := proc.parent(pid)) > 0:
+        is_shell = os.path.basename(proc.command_line(above)[0]).lstrip("-") in _SHELLS
+        if not (is_shell or outer.variable in proc.variables_at_start(above)):
+            break
         pid = above
-    return _start_of(proc.session(pid) or pid)
+    return f"{env.get(outer.variable)} {_start_of(pid)}"
 
 
 def _start_of(pid: int) -> str:

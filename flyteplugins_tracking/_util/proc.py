@@ -102,11 +102,6 @@ def state(pid: int) -> str:
     return _stat(pid).get(3, "")
 
 
-def session(pid: int) -> int:
-    """Return the process that leads the session of `pid`, which may have ended; 0 if it is unknown."""
-    return int(_stat(pid).get(6, 0))
-
-
 def is_fork(pid: int) -> bool:
     """Return whether `pid` is a copy of its parent, and has started no program: PF_FORKNOEXEC of the kernel."""
     return bool(int(_stat(pid).get(9, 0)) & 0x40)
