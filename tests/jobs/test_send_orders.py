@@ -75,12 +75,12 @@ def start_attempt(directory: Path, number: int, how: str, server: WandbServer) -
     return jobs.start([sys.executable, *arguments], directory, env)
 
 
-def log_attempt(directory: Path, number: int, how: str, server: WandbServer) -> None:
+def log_attempt(directory: Path, number: int, how: str, server: WandbServer) -> str:
     process = start_attempt(directory, number, how, server)
     if "kill" in how:
         wait_until(lambda: (directory / "reports" / f"attempt-{number}").exists(), process)
         kill_with_children(process.pid)
-    jobs.finish(process, directory)
+    return jobs.finish(process, directory).output
 
 
 def rows_of(how: str) -> int:
@@ -98,17 +98,18 @@ def assert_each_row_once(run: RecordedRun, counts: Sequence[int]) -> None:
 def test_attempts_that_are_sent_take_no_row_and_no_end_of_others(tmp_path, order):
     """The run has each row once, and is left as its last attempt has left it."""
     with WandbServer() as server:
-        for number, how in enumerate(ORDERS[order]):
-            log_attempt(tmp_path, number, how, server)
+        outputs = [log_attempt(tmp_path, number, how, server) for number, how in enumerate(ORDERS[order])]
         for _ in range(2):
             done = send(tmp_path, server)
+            outputs.append(done.output)
             assert done.returncode == 0, done.output
             run, last = server.run("run"), len(ORDERS[order]) - 1
             assert_each_row_once(run, list(map(rows_of, ORDERS[order])))
             attempts = [row["attempt"] for row in sorted(run.rows, key=lambda row: row["_step"])]
             offline = [number for number in attempts if ORDERS[order][number].startswith("offline")]
             assert offline == sorted(offline)
-            assert run.state == ("finished" if ORDERS[order][-1] in ("online", "offline") else "failed")
+            state = "finished" if ORDERS[order][-1] in ("online", "offline") else "failed"
+            assert run.state == state, (run.exit_codes, *outputs)
             assert run.config["attempt"] == run.summary["attempt"] == last
             # The client may not have written the config of one that was killed at once.
             whole = [number for number, how in enumerate(ORDERS[order]) if how != "offline kill"]

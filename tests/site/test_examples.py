@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -108,7 +109,8 @@ def test_the_slow_rank_is_named_and_an_evaluation_is_no_hang(tmp_path):
     done = example(tmp_path, "slow_rank.py", 2, "0.5")
     (run,) = done.runs
     assert len(run.rows) == 20
-    assert run.summary["ranks/slowest"] == 1
+    slowest = Counter(row["ranks/slowest"] for row in run.rows if "ranks/slowest" in row)
+    assert slowest.most_common(1)[0][0] == 1, slowest  # on a busy machine, rank 0 may be in one window
     assert all("loss" in row for row in run.rows)
     assert "no progress" not in done.output
 
