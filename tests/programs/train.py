@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking._util import proc
 
 env = os.environ.get
 SETTINGS = json.loads(sys.argv[-1])
@@ -74,21 +75,12 @@ def report(run: object, info: object, project: str) -> None:
         "run_id": run.id if run else None,
         "wandb_loaded": "wandb" in sys.modules,
         "torch_loaded": "torch" in sys.modules,
-        "children": children(),
+        "children": [" ".join(proc.command_line(pid)) for pid in proc.children(os.getpid())],
         "argv": sys.argv[1:-1],
     }
     Path(REPORTS, f"{os.getpid()}-{len(list(REPORTS.iterdir()))}.json").write_text(json.dumps(seen))
     Path(REPORTS, f"attempt-{ATTEMPT}").touch()
     Path(REPORTS, f"{marker()}-{env('LOCAL_RANK', '0')}").touch()
-
-
-def children() -> list[str]:
-    """The command lines of this process's children."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in Path(task, "children").read_text().split():
-            found.append(Path("/proc", pid, "cmdline").read_text().replace("\0", " "))
-    return found
 
 
 def join_process_group() -> None:
