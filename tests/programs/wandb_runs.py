@@ -15,6 +15,7 @@ from typing import Any
 import wandb
 
 from flyteplugins_tracking import TrackerUnavailableError, get_run, tracking_init
+from flyteplugins_tracking._util import proc
 
 TRAINING = Path(__file__).with_name("wandb_training.py")
 
@@ -289,10 +290,9 @@ def core_dies() -> None:
     def train() -> None:
         get_run().log({"x": 0})
         stored_rows(1)
-        for task in Path("/proc/self/task").iterdir():
-            for pid in (task / "children").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
-                os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
+        for pid in proc.children(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         for x in range(1, 4):
             get_run().log({"x": x})
         get_run().summary["best"] = 5
@@ -368,8 +368,8 @@ def loses_the_request_to_end(how: str) -> None:
         ServiceClient.publish = losing_publish
     else:
         os.kill(core.pid, signal.SIGSTOP)
-        stats = list(Path(f"/proc/{core.pid}/task").glob("*/stat"))
-        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in stats):
+        threads = [int(task.name) for task in Path(f"/proc/{core.pid}/task").iterdir()]
+        while not {proc.state(thread) for thread in threads} <= {"T", ""}:  # one may have ended
             time.sleep(0.01)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from flyteplugins_tracking._util import proc
 from support.jobs import TIME_SCALE, Process
 
 T = TypeVar("T")
@@ -41,6 +42,6 @@ def wait_for_file(path: Path, job: Process | None = None) -> None:
 def stop(pid: int) -> None:
     """Stop a process, and return when none of its threads goes on."""
     os.kill(pid, signal.SIGSTOP)
-    threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
-    while any(thread.read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    while not {proc.state(thread) for thread in threads} <= {"T", ""}:  # one may have ended
         time.sleep(0.01)
