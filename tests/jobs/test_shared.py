@@ -321,7 +321,7 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
 def test_the_primary_waits_for_the_other_ranks_and_warns_about_late_ones(tmp_path):
     """Their later rows arrive all the same."""
     with job(tmp_path) as started:
-        tracking = {**GIVEN, "kill_after_s": 4}
+        tracking = {**GIVEN, "kill_after_s": 10}  # rank 2 has half of it
         how = {"1": "until go", "*": "until all are ready"}
         started.start(torchrun(ranks=3), **ends(how, step_s=0.05, tracking=tracking))
         started.server.wait_for(lambda: started.server.runs[0].completed, 240)

@@ -150,6 +150,7 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_trainings_of_a_batch_script_have_their_runs_again_after_a_requeue(tmp_path: Path, kind: str) -> None:
     script, again = SCRIPTS[kind]
@@ -158,6 +159,7 @@ def test_trainings_of_a_batch_script_have_their_runs_again_after_a_requeue(tmp_p
     assert_each_has_its_run(tmp_path, attempts, len(set(re.findall(r"TAG=(\w+)", script))) + 4 * ("sweep" in script))
 
 
+@pytest.mark.full
 def test_trainings_of_a_script_that_sets_the_jobs_variables_have_their_runs_again(tmp_path: Path) -> None:
     """As SkyPilot's: the script's own process has not had them at its start."""
     torchrun = "torchrun --standalone --nproc-per-node=1 train.py"
