@@ -2,8 +2,9 @@
 
 A batch system, or a cloud's job, keeps its name when it starts again. What runs inside of it has none: torchrun, the
 tasks of a step, a program by itself. What a job's script starts one after the other is several training runs. They have
-the names of their programs, and those of one program are numbered in the order of their starts: the script starts them
-in the same order again. A program by itself, which may be one of many, also has its arguments in its name.
+the names of their programs, with a digest of the arguments, as a program may be one of many. Those of one name are
+numbered in the order of their starts: the script starts them in the same order again. The tasks of a step, whose
+arguments may differ, have no digest: each step is most often one training.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._util import proc
@@ -29,17 +31,25 @@ _warn_once = WarnOnce(logging.getLogger(__name__))
 _SLURM = "SLURM_JOB_ID"
 _AGENT = "TORCHELASTIC_RUN_ID"
 # What Python runs in torchelastic's agents.
-_AGENTS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"}
+_AGENTS = {
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch")
+}
+# What is the first process in a container with processes of its own.
+_CONTAINER_INITS = {"appinit", "sinit", "tini", "docker-init", "dumb-init", "catatonit"}
 _SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
-# Arguments that a script adds when it is started again, also in the style of Hydra: `trainer.resume=true`.
-_ON_RESTART = re.compile(r"([-+]+|(?=[\w.]+=))([\w.]*\.)?(resume|restore|continue|checkpoint|ckpt)", re.IGNORECASE)
+# Arguments that a script adds when it is started again, also in the style of Hydra: `trainer.resume=true`; and those
+# that are another one for each rank or node.
+_PASSING = re.compile(
+    r"([-+]+|(?=[\w.]+=))([\w.]*\.)?(resume|restore|continue|checkpoint|ckpt|(local|node|machine|global)[-_]rank\b)",
+    re.IGNORECASE,
+)
 # A value of such an option, and not the next option or a file of the program's own.
 _VALUE = re.compile(r"(?!-\D|-$)(?!.*\.(ya?ml|json|toml|py)$).*", re.DOTALL)
 # How long another start may read or write the numbers, in seconds.
 _LOCK_S = 10
 _UNCOUNTED = (
-    "the starts of %s in this job cannot be counted, so that a restart of the job may make a new run: %s. Make room in "
-    "/tmp, or pass run_file=..."
+    "the starts of %s in this job cannot be counted: %s. A restart of the job may make a new run, and a task of a step "
+    "counts as one of the first start. Pass run_file=..., or have room in /tmp"
 )
 # The launchers that an outer job is itself: each of its tasks is a rank.
 _OF_TASKS = {"flux", "slurm", "konduktor", "skypilot", "sagemaker"}
@@ -147,22 +157,23 @@ def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str,
     spans_all = info is not None and (str(info.num_workers) == outer.tasks or outer.parts[-1] == "batch")
     if not (are_ranks or is_of_task or spans_all):
         return None
-    starter = os.getpid() if info is None or are_ranks else _starter(info)
-    launch = ""
+    starter, launch, variable = os.getpid(), proc.image(), ""
     if info is not None and not are_ranks:  # a program may start ranks several times
-        launch = launch_directory(os.environ) or _start_of(os.getpid())
-        if info.launcher != "torchelastic" and (info.launcher not in LAUNCHERS or info.rank or starter == os.getpid()):
+        starter, launch = _starter(info), launch_directory(os.environ) or _start_of(os.getpid())
+        is_agents = info.launcher == "torchelastic"
+        if not is_agents and (info.launcher not in LAUNCHERS or info.rank or starter == os.getpid()):
             return None  # ranks of a pool, or that a shell has started one by one
-    name = _word(_program()) if info is not None else f"{_word(_program())}-{_digest(*_command())}"
-    number = _number_of_start(outer, info, name, starter, launch)
-    if number is None and not are_ranks:  # a step of ranks is most often one training
+        variable = _AGENT if is_agents else LAUNCHERS[info.launcher].rank
+    name = _word(_program()) if are_ranks else f"{_word(_program())}-{_digest(os.environ.get('PWD', ''), *_own())}"
+    number = _number_of_start(outer, name, starter, launch, variable)
+    if number is None and not are_ranks:
         return None
     *parts, last = outer.parts
     task = f".task{outer.task}" if is_of_task and not are_ranks and outer.tasks != "1" else ""
     return (*parts, f"{last}{task}", name if number in (1, None) else f"{name}.{number}")
 
 
-def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, starter: int, launch: str) -> int | None:
+def _number_of_start(outer: OuterJob, name: str, starter: int, launch: str, variable: str) -> int | None:
     """Return which of the starts of a name in this task and this attempt of the job this one is, from 1.
 
     Each start with a run here has a file with its number as the name. An older one that lives may open its run later:
@@ -172,7 +183,7 @@ def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, s
         None if nobody counts: a container with processes of its own shows neither the others of the job nor the files,
         and there may be no place for the files. That is warned of.
     """
-    if outer.variable == _SLURM and _SLURM in proc.variables_at_start(1):
+    if outer.variable == _SLURM and _is_in_container():
         return None
     started, attempt = _start_of(starter), _attempt_of(outer, os.getpid(), os.environ)
     own = started + launch
@@ -183,7 +194,7 @@ def _number_of_start(outer: OuterJob, info: DistributedInfo | None, name: str, s
             numbers = {own_text(path) or "": int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
             if own in numbers:
                 return numbers[own]
-            beside = {_start_of(pid) for pid in proc.processes() if _is_alike(pid, outer, info, attempt)}
+            beside = {_start_of(pid) for pid in proc.processes() if _is_alike(pid, outer, variable, attempt)}
             free = (number for number in itertools.count(1) if number not in numbers.values())
             with_numbers = {text[: len(started)] for text in numbers}
             number = next(itertools.islice(free, sum(start < started for start in beside - with_numbers), None))
@@ -230,20 +241,33 @@ def _starter(info: DistributedInfo) -> int:
     return first
 
 
-def _is_alike(pid: int, outer: OuterJob, info: DistributedInfo | None, attempt: str) -> bool:
-    """Whether a process, maybe this one, is a start of this program in this task and attempt: an agent of torchrun."""
+def _is_alike(pid: int, outer: OuterJob, variable: str, attempt: str) -> bool:
+    """Whether a process, maybe this one, is a start of this program in this task and attempt: an agent of torchrun.
+
+    Args:
+        pid: The process.
+        outer: The job.
+        variable: That of this rank, which what starts ranks has not; empty if this process is a start itself.
+        attempt: The attempt of the job.
+    """
     python, *words = proc.command_line(pid)[:-1] or [""]
-    env = proc.variables_at_start(pid)
-    if not _is_python(python) or proc.is_fork(pid) or outer_job(env) != outer:
+    if not _is_python(python) or proc.is_fork(pid):
         return False
-    if info is None:
-        is_program = _lasting(words) == _lasting(sys.orig_argv[1:]) and env.get("PWD") == os.environ.get("PWD")
-    elif info.launcher == "torchelastic":
-        is_agent = _AGENT not in env and not _AGENTS.isdisjoint(map(os.path.basename, words[:3]))
-        is_program = is_agent and _names_program(words)
-    else:
-        is_program = _names_program([word for word in words if not word.startswith("-")][:1])
-    return is_program and _attempt_of(outer, pid, env) == attempt
+    env, their, own = proc.variables_at_start(pid), _program_words(words), _own()
+    is_agent = bool(variable) and os.path.basename(their[0]) in _AGENTS and their[-len(own) :] == own
+    if not (is_agent or their == own) or (variable and variable in env) or env.get("PWD") != os.environ.get("PWD"):
+        return False
+    return outer_job(env) == outer and _attempt_of(outer, pid, env) == attempt
+
+
+def _is_in_container() -> bool:
+    """Whether this is a container of its own in a Slurm job: it shows neither the job's processes nor its files."""
+    if _SLURM in proc.variables_at_start(1):
+        return True
+    pid = os.getpid()
+    while pid > 1 and proc.command_name(pid) != "slurmstepd":
+        pid = proc.parent(pid)
+    return pid == 1 and proc.command_name(1) in _CONTAINER_INITS
 
 
 def _is_python(path: str) -> bool:
@@ -255,16 +279,24 @@ def _names_program(words: list[str]) -> bool:
     return any(_program() in (Path(word).stem, word.rpartition(".")[2]) for word in words)
 
 
-def _command() -> tuple[str, ...]:
-    """Return what a program by itself was started with: its directory, options, path and arguments."""
-    return os.environ.get("PWD", ""), *_lasting(sys.orig_argv[1:])
+def _own() -> list[str]:
+    """Return this process's program and arguments. Multiprocessing's children have those of their parent."""
+    return _program_words(sys.orig_argv[1:]) if children.is_program() else _lasting(sys.argv)
+
+
+def _program_words(words: list[str]) -> list[str]:
+    """Return the program of Python's arguments, its path, module or code, and its own arguments that last."""
+    words = list(words)
+    while words and words[0][:1] == "-" and words[0][1:2] not in ("", "m", "c"):
+        del words[: 2 if words[0] in ("-W", "-X") else 1]
+    return _lasting(words[1:] if words[:1] in (["-m"], ["-c"]) else words) or [""]
 
 
 def _lasting(words: list[str]) -> list[str]:
-    """Return the arguments without those that scripts add when they go on, as `--resume`, `--ckpt last.pt`."""
+    """Return arguments without those that scripts add when they go on, as `--resume`, `--ckpt last.pt`, and ranks."""
     lasting, may_be_value = [], False
     for word in words:
-        if _ON_RESTART.match(word):
+        if _PASSING.match(word):
             may_be_value = "=" not in word
             continue
         if not (may_be_value and _VALUE.fullmatch(word)):
@@ -274,9 +306,12 @@ def _lasting(words: list[str]) -> list[str]:
 
 
 def _word(name: str) -> str:
-    """Return a name as a part of an id, without dots: with a digest if the id cannot have all of its characters."""
+    """Return a name as a part of an id, with a digest if the id cannot have it as it is.
+
+    Ids have a number behind a dot, or, for a rank and a process's second call, behind a dash.
+    """
     word = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
-    return word if word == name else f"{word}-{_digest(name)}"
+    return word if word == name and not re.search(r"-\d+$", word) else f"{word}-{_digest(name)}"
 
 
 def _digest(*texts: str) -> str:

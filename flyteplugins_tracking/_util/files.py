@@ -41,7 +41,7 @@ def private_directory(*parts: str, on_disk: bool = False, is_of_machine: bool = 
     Args:
         *parts: Its path in the user's private directory.
         on_disk: Whether it may get more than `XDG_RUNTIME_DIR` has room for, which is in memory.
-        is_of_machine: Whether processes get the same one that have another `TMPDIR`. Never one of a process alone.
+        is_of_machine: Whether all processes must get the same one, whatever their variables: it is in /tmp.
 
     Raises:
         OSError: There is no such directory, and none can be made.
@@ -59,15 +59,16 @@ def _candidates(on_disk: bool, is_of_machine: bool) -> Iterator[Path]:
     if not (on_disk or is_of_machine) and runtime.is_absolute() and is_private(runtime):
         yield runtime / _NAME
     user = f"{_NAME}-{os.geteuid()}"
-    places = (tempfile.gettempdir(), "/tmp")  # noqa: S108 what is in it is checked
-    for directory in dict.fromkeys(reversed(places) if is_of_machine else places):
+    places = ("/tmp",) if is_of_machine else (tempfile.gettempdir(), "/tmp")  # noqa: S108 what is in it is checked
+    for directory in dict.fromkeys(places):
         for number in range(_NAMES):
             yield Path(directory, f"{user}-{number}" if number else user)
+    if is_of_machine:
+        return
     home = Path(os.path.expanduser("~"), ".cache")
     if home.is_dir():
         yield home / _NAME
-    if not is_of_machine:
-        yield _of_this_process()
+    yield _of_this_process()
 
 
 @functools.cache

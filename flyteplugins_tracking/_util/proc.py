@@ -85,7 +85,7 @@ def processes() -> list[int]:
 def threads(name: str) -> list[int]:
     """Return the threads of this process with this name, of at most 15 characters, also those that are not Python's."""
     tasks = glob("/proc/self/task/*")
-    return [int(os.path.basename(task)) for task in tasks if read(f"{task}/comm").rstrip("\n") == name]
+    return [int(os.path.basename(task)) for task in tasks if command_name(int(os.path.basename(task))) == name]
 
 
 def zombie_status(pid: int) -> int | None:
@@ -100,6 +100,16 @@ def zombie_status(pid: int) -> int | None:
 def state(pid: int) -> str:
     """Return the state of `pid`, a process or a thread: "R", "S", "T" (stopped by a signal), ...; empty without it."""
     return _stat(pid).get(3, "")
+
+
+def image() -> str:
+    """Return a text that changes when this process executes another program: the random start of its stack."""
+    return _stat(os.getpid()).get(28, "")
+
+
+def command_name(pid: int) -> str:
+    """Return the name of the program that `pid` executes, of at most 15 characters."""
+    return read(f"/proc/{pid}/comm").rstrip("\n")
 
 
 def is_fork(pid: int) -> bool:
@@ -178,7 +188,7 @@ def variables_at_start(pid: int) -> dict[str, str]:
 def read(path: str) -> str:
     """Return what a file of the kernel says; empty if it is not there or may not be read."""
     try:
-        with open(path, errors="replace") as file:
+        with open(path, errors="replace", newline="") as file:  # arguments may have a carriage return
             return file.read()
     except OSError:
         return ""

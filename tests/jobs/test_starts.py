@@ -24,9 +24,10 @@ import os, sys, time
 from jsonl_tracker import JsonlTracker
 from flyteplugins_tracking import get_run, tracking_init
 time.sleep(float(os.environ.get("WAIT", 0)))
-tracking_init(tracker=JsonlTracker(), project="p", run_mode=os.environ.get("MODE", "auto"))(
+train = tracking_init(tracker=JsonlTracker(), project="p", run_mode=os.environ.get("MODE", "auto"))(
     lambda: os.write(1, f"ID {os.environ['TAG']} {get_run().id}\\n".encode())
-)()
+)
+train()
 time.sleep(float(os.environ.get("LIVE", 0)))
 """
 # Each starts trainings, and is no training itself, or one of two of its forks is.
@@ -60,6 +61,20 @@ if "LEAVE" in os.environ and os.fork() == 0:
     time.sleep(5)
     os._exit(0)
 """,
+    # Its second call has a run of its own.
+    "twice": """\
+import os
+import training
+os.environ["TAG"] += "2"
+training.train()
+""",
+    "again": """\
+import os, sys
+import training
+if os.environ["TAG"] == "fold0":
+    os.environ["TAG"] = "fold1"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+""",
     "parsed": """\
 import sys
 sys.argv = sys.argv[:1]
@@ -75,6 +90,7 @@ ctypes.memmove(first, b"a title", 7)
 import training
 """,
 }
+TORCHRUN = "torchrun --standalone --nproc-per-node=1"
 TWICE = "TAG={0}1 {1}\nTAG={0}2 {1}\n"
 SLURM = {"SLURM_CLUSTER_NAME": "c", "SLURMD_NODENAME": "n", "SLURM_RESTART_COUNT": "0"}
 REQUEUED = {**SLURM, "SLURM_RESTART_COUNT": "1"}
@@ -97,11 +113,15 @@ def started(directory: Path, script: str, env: Mapping[str, str]) -> dict[str, s
     return dict(found)
 
 
-def assert_each_has_its_run(directory: Path, attempts: list[tuple[str, Mapping[str, str]]], count: int) -> None:
-    """The trainings of all attempts, of which the first one starts all, have `count` runs."""
+def assert_each_has_its_run(
+    directory: Path, attempts: list[tuple[str, Mapping[str, str]]], count: int | None = None
+) -> None:
+    """The trainings of all attempts, of which the first one starts all, have a run each, or `count` runs."""
     ids = [started(directory, script, env) for script, env in attempts]
     first, *later = ids
-    assert len(first) == len(set(first.values())) == count, first
+    assert len(first) == len(set(first.values())) == (count or len(set(re.findall(r"TAG=(\w+)", attempts[0][0])))), (
+        first
+    )
     assert not any("-rank-" in base_id or base_id == "None" for base_id in first.values())
     for again in later:
         assert again == {tag: first[tag] for tag in again}
@@ -119,6 +139,16 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
         "TAG=a python 训练.py\nTAG=b python 评估.py\nTAG=c python train.2.py\n" + TWICE.format("d", "python train.py"),
         "TAG=b python 评估.py\n" + TWICE.format("d", "python train.py") + "TAG=c python train.2.py\n",
     ),
+    "names that end as other ids do": (
+        "cp train.py twice-2.py; cp twice.py twice-3.py\nTAG=a python twice.py\nTAG=b python twice-2.py\n"
+        "TAG=c python train.py; cp train.py train-rank-0.py; TAG=d MODE=new python train-rank-0.py\n",
+        None,
+    ),
+    "a program that executes itself again": ("TAG=fold0 python again.py\n", None),
+    "places of their own for temporary files": (
+        "for tag in a b; do TAG=$tag TMPDIR=$(mktemp -d) HOME=$(mktemp -d) python train.py; done\n",
+        None,
+    ),
     "programs with the same file name": (
         "mkdir -p a b; cp train.py a/__main__.py; cp train.py b/__main__.py\n"
         "TAG=a python -m a\nTAG=b python -m b\nTAG=c python a/__main__.py\nTAG=d python b/__main__.py\n"
@@ -132,6 +162,10 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
     "two that open their runs in another order": (
         "TAG=a WAIT=2 python late.v2.py & sleep 0.2; TAG=b LIVE=2 python late.v2.py & wait\n",
         "TAG=a LIVE=2 python late.v2.py & sleep 0.2; TAG=b WAIT=2 python late.v2.py & wait\n",
+    ),
+    "torchrun's with other arguments, of which a requeue skips one": (
+        f"TAG=a {TORCHRUN} train.py --lr 1 & TAG=b {TORCHRUN} train.py --lr 2 & wait\n",
+        f"TAG=b {TORCHRUN} train.py --lr 2\n",
     ),
     "two in other directories": (
         "mkdir -p a b; (cd a; TAG=a WAIT=1 python ../late.py) & (cd b; TAG=b python ../late.py) & wait\n",
@@ -150,20 +184,28 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
 }
 
 
+# How many runs they have, where it is not the number of tags in the script.
+COUNTS = {
+    "programs that start trainings": 6,
+    "names that end as other ids do": 5,
+    "a program that executes itself again": 2,
+    "places of their own for temporary files": 2,
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_trainings_of_a_batch_script_have_their_runs_again_after_a_requeue(tmp_path: Path, kind: str) -> None:
     script, again = SCRIPTS[kind]
     job = {"SLURM_JOB_ID": secrets.token_hex(4)}
     attempts = [(script, {**SLURM, **job}), (again or script, {**REQUEUED, **job})]
-    assert_each_has_its_run(tmp_path, attempts, len(set(re.findall(r"TAG=(\w+)", script))) + 4 * ("sweep" in script))
+    assert_each_has_its_run(tmp_path, attempts, COUNTS.get(kind))
 
 
 @pytest.mark.full
 def test_trainings_of_a_script_that_sets_the_jobs_variables_have_their_runs_again(tmp_path: Path) -> None:
     """As SkyPilot's: the script's own process has not had them at its start."""
-    torchrun = "torchrun --standalone --nproc-per-node=1 train.py"
-    script = TWICE.format("a", "python train.py") + TWICE.format("b", torchrun)
+    script = TWICE.format("a", "python train.py") + TWICE.format("b", f"{TORCHRUN} train.py")
     job = {"JOB": secrets.token_hex(4)}
     assert_each_has_its_run(tmp_path, [(SKYPILOT.format(at=at) + script, job) for at in (33, 59)], 4)
 
