@@ -30,10 +30,15 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 _warn_once = WarnOnce(logging.getLogger(__name__))
 _SLURM = "SLURM_JOB_ID"
 _AGENT = "TORCHELASTIC_RUN_ID"
-# What Python runs in torchelastic's agents.
+# What Python runs in torchelastic's agents, and in other programs that start ranks.
 _AGENTS = {
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch")
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "tune"),
+    *("accelerate", "accelerate-launch", "accelerate.commands.launch"),
 }
+# A process that has one of these, and this one has not, is a rank of a program.
+_OF_RANKS = {"RANK", "LOCAL_RANK"}
+# Names that many clusters have. AWS ParallelCluster gives each cluster the first one, and counts its jobs from 1.
+_COMMON_CLUSTERS = {"parallelcluster", "cluster", "linux"}
 # What is the first process in a container with processes of its own.
 _CONTAINER_INITS = {"appinit", "sinit", "tini", "docker-init", "dumb-init", "catatonit"}
 _SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
@@ -85,7 +90,10 @@ def outer_job(env: Env) -> OuterJob | None:
     # pam_slurm_adopt lets a login into a job, with the job's number and no other variable.
     is_login = "SSH_CONNECTION" in env and env.keys().isdisjoint({"SLURM_STEP_ID", "SLURMD_NODENAME"})
     if job and not is_login:
-        parts = ("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, env.get("SLURM_STEP_ID", "batch"))
+        cluster = env.get("SLURM_CLUSTER_NAME", "")
+        if cluster in _COMMON_CLUSTERS:
+            cluster += _digest(env.get("SLURM_SUBMIT_HOST", ""))
+        parts = ("slurm", cluster, job, env.get("SLURM_STEP_ID", "batch"))
         return OuterJob(_SLURM, parts, env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_PROCID", "0"))
     for variable, nodes in (("KONDUKTOR_JOB_NAME", "NUM_NODES"), ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES")):
         if env.get(variable):
@@ -164,7 +172,9 @@ def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str,
         if not is_agents and (info.launcher not in LAUNCHERS or info.rank or starter == os.getpid()):
             return None  # ranks of a pool, or that a shell has started one by one
         variable = _AGENT if is_agents else LAUNCHERS[info.launcher].rank
-    name = _word(_program()) if are_ranks else f"{_word(_program())}-{_digest(os.environ.get('PWD', ''), *_own())}"
+    name = _word(_program())
+    if is_of_task and not are_ranks:  # ranks on several nodes may have arguments of their own, as `logs/node-1`
+        name = f"{name}-{_digest(os.environ.get('PWD', ''), _main_file(), *_own())}"
     number = _number_of_start(outer, name, starter, launch, variable)
     if number is None and not are_ranks:
         return None
@@ -255,7 +265,8 @@ def _is_alike(pid: int, outer: OuterJob, variable: str, attempt: str) -> bool:
         return False
     env, their, own = proc.variables_at_start(pid), _program_words(words), _own()
     is_agent = bool(variable) and os.path.basename(their[0]) in _AGENTS and their[-len(own) :] == own
-    if not (is_agent or their == own) or (variable and variable in env) or env.get("PWD") != os.environ.get("PWD"):
+    variables = {variable} if variable else _OF_RANKS - os.environ.keys()
+    if not (is_agent or their == own) or variables & env.keys() or env.get("PWD") != os.environ.get("PWD"):
         return False
     return outer_job(env) == outer and _attempt_of(outer, pid, env) == attempt
 
@@ -282,6 +293,11 @@ def _names_program(words: list[str]) -> bool:
 def _own() -> list[str]:
     """Return this process's program and arguments. Multiprocessing's children have those of their parent."""
     return _program_words(sys.orig_argv[1:]) if children.is_program() else _lasting(sys.argv)
+
+
+def _main_file() -> str:
+    """Return the path of this process's program, which tells in which directory a relative one was started."""
+    return getattr(sys.modules.get("__main__"), "__file__", None) or ""
 
 
 def _program_words(words: list[str]) -> list[str]:

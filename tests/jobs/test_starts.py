@@ -61,6 +61,11 @@ if "LEAVE" in os.environ and os.fork() == 0:
     time.sleep(5)
     os._exit(0)
 """,
+    "in_directories": """\
+import os, subprocess, sys
+for tag in sys.argv[1:]:
+    subprocess.run([sys.executable, "train.py"], env={**os.environ, "TAG": tag}, cwd=tag, check=True)
+""",
     # Its second call has a run of its own.
     "twice": """\
 import os
@@ -171,6 +176,10 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
         "mkdir -p a b; (cd a; TAG=a WAIT=1 python ../late.py) & (cd b; TAG=b python ../late.py) & wait\n",
         "cd b; TAG=b python ../late.py\n",
     ),
+    "two in other directories, of a program that starts them": (
+        "mkdir -p a b; cp train.py a; cp train.py b; python in_directories.py a b\n",
+        "python in_directories.py b\n",
+    ),
     "other processes beside it": (
         "mkdir -p train; python -c 'import sys, time; time.sleep(5)' --logdir train &\n"
         "TAG=a LEAVE=1 python leaves.py\nTAG=b python leaves.py\nTAG=c python train.py\n",
@@ -190,6 +199,7 @@ COUNTS = {
     "names that end as other ids do": 5,
     "a program that executes itself again": 2,
     "places of their own for temporary files": 2,
+    "two in other directories, of a program that starts them": 2,
 }
 
 
@@ -234,6 +244,7 @@ def test_tasks_below_a_program_that_starts_them_agree(tmp_path: Path) -> None:
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c"}
 FLUX = {"FLUX_JOB_ID": "f5A", "FLUX_JOB_ID_PATH": "/f5A", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}
+AWS = {"SLURM_JOB_ID": "1", "SLURM_CLUSTER_NAME": "parallelcluster"}
 POD = {"KONDUKTOR_JOB_NAME": "j", "NUM_NODES": "2", "RANK": "0"}  # in a rank of torchrun's
 SKY = {"SKYPILOT_TASK_ID": "sky-managed-2026-09-17-15-26-33-123456_train_1-0"}
 
@@ -244,6 +255,7 @@ SKY = {"SKYPILOT_TASK_ID": "sky-managed-2026-09-17-15-26-33-123456_train_1-0"}
         ({**JOB, **FLUX}, {**JOB, **FLUX, "SLURM_JOB_ID": "8"}),
         ({**FLUX, "FLUX_JOB_ID_PATH": "/f1/f5A"}, {**FLUX, "FLUX_JOB_ID_PATH": "/f2/f5A"}),
         ({**SKY, "SKYPILOT_USER_ID": "ada"}, {**SKY, "SKYPILOT_USER_ID": "bob"}),
+        ({**AWS, "SLURM_SUBMIT_HOST": "ip-10-0-0-1"}, {**AWS, "SLURM_SUBMIT_HOST": "ip-10-0-0-2"}),
         ({**POD, "SKYPILOT_NODE_RANK": "0"}, {**POD, "SKYPILOT_NODE_RANK": "1"}),
         ({**JOB, "SLURM_STEP_ID": "0"}, {**JOB, "SLURM_STEP_ID": "1"}),
         ({**JOB, "SLURMD_NODENAME": "n"}, {**JOB, "SLURM_STEP_ID": "1"}),
