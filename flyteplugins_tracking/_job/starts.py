@@ -222,7 +222,7 @@ def _attempt_of(outer: OuterJob, pid: int, env: Env) -> str:
     """
     if outer.variable == _SLURM:
         return f"{env.get('SLURM_RESTART_COUNT', '0')} {env.get('SLURM_JOB_START_TIME', '')}"
-    while (above := proc.parent(pid)) > 0:
+    for above in proc.ancestors(pid):
         is_shell = os.path.basename(proc.command_line(above)[0]).lstrip("-") in _SHELLS
         if not (is_shell or outer.variable in proc.variables_at_start(above)):
             break
@@ -263,10 +263,12 @@ def _is_alike(pid: int, outer: OuterJob, variable: str, attempt: str) -> bool:
     python, *words = proc.command_line(pid)[:-1] or [""]
     if not _is_python(python) or proc.is_fork(pid):
         return False
-    env, their, own = proc.variables_at_start(pid), _program_words(words), _own()
+    their, own = _program_words(words), _own()
     is_agent = bool(variable) and os.path.basename(their[0]) in _AGENTS and their[-len(own) :] == own
-    variables = {variable} if variable else _OF_RANKS - os.environ.keys()
-    if not (is_agent or their == own) or variables & env.keys() or env.get("PWD") != os.environ.get("PWD"):
+    if not (is_agent or their == own):
+        return False
+    env, of_ranks = proc.variables_at_start(pid), {variable} if variable else _OF_RANKS - os.environ.keys()
+    if of_ranks & env.keys() or env.get("PWD") != os.environ.get("PWD"):
         return False
     return outer_job(env) == outer and _attempt_of(outer, pid, env) == attempt
 
@@ -275,10 +277,9 @@ def _is_in_container() -> bool:
     """Whether this is a container of its own in a Slurm job: it shows neither the job's processes nor its files."""
     if _SLURM in proc.variables_at_start(1):
         return True
-    pid = os.getpid()
-    while pid > 1 and proc.command_name(pid) != "slurmstepd":
-        pid = proc.parent(pid)
-    return pid == 1 and proc.command_name(1) in _CONTAINER_INITS
+    above = [*proc.ancestors(os.getpid())]
+    is_below_slurm = any(proc.command_name(pid) == "slurmstepd" for pid in above)
+    return above[-1:] == [1] and not is_below_slurm and proc.command_name(1) in _CONTAINER_INITS
 
 
 def _is_python(path: str) -> bool:

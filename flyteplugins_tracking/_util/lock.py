@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flyteplugins_tracking._util.files import lock_file, open_own, own_text, private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.proc import machine, parent, start_time
+from flyteplugins_tracking._util.proc import ancestors, machine, parent, start_time
 
 # The errors of a file system without locks: Lustre without `flock`, NFS without its lock daemon, some FUSE.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -174,7 +174,5 @@ def _is_family(holder: str) -> bool:
     pid = int(found[1]) if found else 0
     if pid <= 0 or holder != _described(pid):
         return False
-    ancestors = [os.getpid()]
-    while ancestors[-1] > 1:
-        ancestors.append(parent(ancestors[-1]))
-    return pid in ancestors or (pid > 1 and parent(pid) == os.getppid() > 1)
+    is_above = pid in (os.getpid(), *ancestors(os.getpid()))
+    return is_above or (pid > 1 and parent(pid) == os.getppid() > 1)

@@ -58,6 +58,12 @@ def parent(pid: int) -> int:
     return int(match[1]) if match else 0
 
 
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the parent of `pid`, its parent, and so on, up to the first process."""
+    while (pid := parent(pid)) > 0:
+        yield pid
+
+
 def start_time(pid: int) -> str:
     """Return when `pid` was started, in clock ticks since boot. With the id, this identifies a process.
 
@@ -84,8 +90,8 @@ def processes() -> list[int]:
 
 def threads(name: str) -> list[int]:
     """Return the threads of this process with this name, of at most 15 characters, also those that are not Python's."""
-    tasks = glob("/proc/self/task/*")
-    return [int(os.path.basename(task)) for task in tasks if command_name(int(os.path.basename(task))) == name]
+    found = (int(os.path.basename(path)) for path in glob("/proc/self/task/*"))
+    return [thread for thread in found if command_name(thread) == name]
 
 
 def zombie_status(pid: int) -> int | None:

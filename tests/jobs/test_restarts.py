@@ -63,6 +63,8 @@ class Restart:
     writers: Sequence[Sequence[int]] = ((0,),)
 
 
+# How an id ends that is cut.
+DIGEST = "[0-9a-f]" * 8
 # All ranks have logged all rows by then.
 KILLED = {"end": "kill", "before_s": 2}
 
@@ -131,7 +133,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([first], torchrun(), KILLED, succeeds=False),
                 Attempt([second], torchrun()),
             ],
-            ids=[f"slurm-c-{job}-batch-restar*"],
+            ids=[f"slurm-c-{job}-batch-restar-{DIGEST}"],
         ),
         "torchrun in a batch job, a requeue, a run for each rank": Restart(
             [
@@ -139,7 +141,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([second], torchrun()),
             ],
             {"run_mode": "new"},
-            [f"slurm-c-{job}-batch-restar*-rank-{rank}" for rank in range(2)],
+            [f"slurm-c-{job}-batch-restar-{DIGEST}-rank-{rank}" for rank in range(2)],
             [[0], [1]],
         ),
         "srun, a requeue": Restart(
@@ -151,7 +153,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([managed("33", job)], torchrun(), KILLED, succeeds=False),
                 Attempt([managed("59", job)], torchrun()),
             ],
-            ids=[f"sky-managed-train_{job}-0-*"],
+            ids=[f"sky-managed-train_{job}-0-{DIGEST}"],
         ),
         "a process on each node of SkyPilot, a recovery": Restart(
             [
@@ -198,7 +200,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([first], settings={**KILLED, "spawns": 2}, succeeds=False),
                 Attempt([second], settings={"spawns": 2}),
             ],
-            ids=[f"slurm-c-{job}-batch-restar*"],
+            ids=[f"slurm-c-{job}-batch-restar-{DIGEST}"],
         ),
         "srun with RANK and WORLD_SIZE from Slurm's variables, a requeue": Restart(
             [
@@ -218,7 +220,7 @@ def restarts(job: str) -> dict[str, Restart]:
                 Attempt([in_slurm(f"{job}-next", 0)], torchrun()),
             ],
             {"run_file": "run.json"},
-            [f"slurm-c-{job}-batch-restar*"],
+            [f"slurm-c-{job}-batch-restar-{DIGEST}"],
         ),
     }
 
@@ -295,7 +297,8 @@ def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) ->
     rows = [Counter((f"rank{rank}", n) for rank in ranks for n in range(2 * ROWS)) for ranks in restart.writers]
     found = job.points
     assert sorted(map(str, found.values())) == sorted(map(str, rows)) or list(found.values()) == rows, found
-    assert not restart.ids or all(map(fnmatch, sorted(found), sorted(restart.ids))), found
+    if restart.ids:
+        assert all(fnmatch(*pair) for pair in zip(sorted(found), sorted(restart.ids), strict=True)), found
     if "run_file" in restart.tracking:
         (entry,) = json.loads((job.directory / restart.tracking["run_file"]).read_text()).values()
         assert (entry["restart_count"], entry["has_ended"]) == (1, True)
