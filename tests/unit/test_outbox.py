@@ -428,6 +428,7 @@ def test_a_close_goes_on_as_long_as_rows_are_taken(tmp_path, monkeypatch):
     put(outbox, range(5))
     closing = threading.Thread(target=outbox.close, args=(limit,))
     closing.start()
+    wait_until(lambda: outbox._limit is limit)  # rows that are taken before that give an end no time
     service.is_away.clear()
     closing.join()
     assert service.numbers == [*range(5)]

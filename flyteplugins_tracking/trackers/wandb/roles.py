@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 NEXT_STEP, LEFT = "_flyteplugins_tracking_next_step", "_flyteplugins_tracking_left_rows"
 # How long a question to W&B may take, at least, and a shorter time, in seconds.
 _ASK_S, _POLL_S = 5.0, 0.5
+# The same after an ordinary end: without an answer, W&B may show a run as running that has ended.
+_END_ASK_S = 15.0
 # The same where less time is left, and for a run with one writer; and how long it may take to end a run again.
 _SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
 # When nothing is as late as `outbox.LATE_S`, in seconds.
@@ -186,7 +188,7 @@ class Writer:
 
 
 def _ask_s(exit_code: int) -> float:
-    return _ASK_S if exit_code == 0 else _SHORT_ASK_S
+    return _END_ASK_S if exit_code == 0 else _SHORT_ASK_S
 
 
 def _define(define: Callable[..., object], roles: Sequence[str]) -> None:
@@ -210,7 +212,9 @@ def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
             del run.summary[key]
 
 
-def end_again(place: Place, role: str, ask_s: float = _ASK_S, last_row: int | None = None, wait_s: float = 0.0) -> None:
+def end_again(
+    place: Place, role: str, ask_s: float = _END_ASK_S, last_row: int | None = None, wait_s: float = 0.0
+) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since.
 
     Args:
