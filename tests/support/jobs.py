@@ -177,6 +177,14 @@ def show_stacks(process: Process) -> None:
         psutil.wait_procs(family, timeout=5)
 
 
+def output_of(process: Process) -> str:
+    """What a process that was killed has written."""
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        return "its output is open still: it has left a process that lives"
+
+
 def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -186,7 +194,7 @@ def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
         for one in unread:
             show_stacks(one)
             kill(one)
-        outputs = "\n\n".join(f"{one.args}\n{one.communicate()[0]}" for one in unread)
+        outputs = "\n\n".join(f"{one.args}\n{output_of(one)}" for one in unread)
         raise AssertionError(f"still running after {timeout_s} s:\n{outputs}") from None
     return Done(process.returncode, output, directory)
 
