@@ -39,8 +39,8 @@ _AGENTS = {
 _OF_RANKS = {"RANK", "LOCAL_RANK"}
 # Names that many clusters have. AWS ParallelCluster gives each cluster the first one, and counts its jobs from 1.
 _COMMON_CLUSTERS = {"parallelcluster", "cluster", "linux"}
-# What is the first process in a container with processes of its own.
-_CONTAINER_INITS = {"appinit", "sinit", "tini", "docker-init", "dumb-init", "catatonit"}
+# The first process in an Apptainer container with processes of its own. Those of others have the job's variables.
+_CONTAINER_INITS = {"appinit", "sinit"}
 _SHELLS = {"sh", "bash", "dash", "ksh", "zsh"}
 # Arguments that a script adds when it is started again, also in the style of Hydra: `trainer.resume=true`; and those
 # that are another one for each rank or node.

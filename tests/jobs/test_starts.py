@@ -277,7 +277,7 @@ def test_a_login_that_slurm_lets_into_a_job_is_no_start_of_it() -> None:
 def test_starts_in_containers_of_a_job_are_not_counted(monkeypatch, tmp_path, above, counts):
     """Each has a first process of its own, which may have no variables, and cannot see the others."""
     monkeypatch.setattr(starts, "private_directory", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(starts.proc, "command_name", lambda pid: "tini" if pid == 1 else above)
+    monkeypatch.setattr(starts.proc, "command_name", lambda pid: "appinit" if pid == 1 else above)
     assert (identity_of_program(JOB).base_id is not None) == counts
 
 
