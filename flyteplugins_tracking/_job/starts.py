@@ -328,7 +328,7 @@ def _word(name: str) -> str:
     Ids have a number behind a dot, or, for a rank and a process's second call, behind a dash.
     """
     word = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
-    return word if word == name and not re.search(r"-\d+$", word) else f"{word}-{_digest(name)}"
+    return word if word == name and not re.search(r"-\d+$", word) else f"{word}-{_digest(name)}".lstrip("-")
 
 
 def _digest(*texts: str) -> str:

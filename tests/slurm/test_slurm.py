@@ -340,6 +340,18 @@ def test_trainings_that_a_job_starts_with_torchrun_are_the_same_runs_after_a_req
     assert len({run.id for run in place.runs()}) == 2
 
 
+def test_two_trainings_with_one_command_are_the_same_two_runs_after_a_requeue(place: Place) -> None:
+    train_twice = "\n".join([torchrun("--standalone")] * 2)
+    job_id = place.submit(
+        f"{train_twice}\n[ $SLURM_RESTART_COUNT ] || exit {REQUEUE_EXIT}", "--requeue", "--nodes=1", "--ntasks=1"
+    )
+    assert place.cluster.wait(job_id, restarts=1, timeout_s=240).state == "COMPLETED", place.output
+    base = min(run.id for run in place.runs())
+    assert without_digest(base) == f"slurm-{place.cluster.name}-{job_id}-batch-train"
+    attempts = sorted((run.id, run.config["tracking_init"]["restart_count"]) for run in place.runs())
+    assert attempts == [(base, 0), (base, 1), (f"{base}.2", 0), (f"{base}.2", 1)]
+
+
 def test_a_torchrun_in_each_task_of_a_step_has_a_run_of_its_own(place: Place) -> None:
     job_id, job = place.batch(f"srun {torchrun('--standalone')}", "--nodes=1", "--ntasks=2")
     assert job.state == "COMPLETED", place.output
@@ -419,7 +431,8 @@ def test_the_example_for_preemption_requeues_itself_before_the_time_limit_until_
     job_id = place.submit_example("preempted.sbatch", "--nodes=1", "--time=1")
     wait_for(lambda: max(counted(place), default=0) >= steps - 1, "the last step", 300)
     wait_for(lambda: place.cluster.job(job_id).state == "COMPLETED", "the job's end", 120)
-    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job_id}-0-checkpoints"}
+    (run_id,) = {run.id for run in place.runs()}
+    assert without_digest(run_id) == f"slurm-{place.cluster.name}-{job_id}-0-checkpoints"
     assert sorted(set(counted(place))) == list(range(steps))
     attempts = {run.config["tracking_init"]["restart_count"]: run.exit_code for run in place.runs()}
     assert len(attempts) > 1

@@ -18,6 +18,8 @@ from flyteplugins_tracking import DistributedInfo, get_distributed_info, get_run
 
 SETTINGS = json.loads(sys.argv[-1])
 ATTEMPT = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+# A requeue may kill it at any time from here on.
+LAUNCHER = os.getppid()
 
 
 @tracking_init(**{"project": "p", **SETTINGS.get("tracking", {})})
@@ -35,8 +37,8 @@ def end(how: str | None) -> None:
     if how == "raise":
         raise ValueError("made to fail")
     if how == "hang":
-        launcher, deadline = os.getppid(), time.monotonic() + 120
-        while os.getppid() == launcher and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while os.getppid() == LAUNCHER and time.monotonic() < deadline:
             time.sleep(0.1)
         # Without cgroups, as here, Slurm loses the workers of an agent that it has killed.
         os.kill(os.getpid(), signal.SIGKILL)
