@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking._util import proc
@@ -121,17 +121,9 @@ def marked_base_id(env: Mapping[str, str]) -> str | None:
     return parts[2] if len(parts) == 3 else None
 
 
-def ancestors() -> Iterator[int]:
-    """Yield the process ids of the parent, its parent, and so on."""
-    pid = os.getppid()
-    while pid > 0:
-        yield pid
-        pid = proc.parent(pid)
-
-
 def _is_below_marked(variables: Mapping[str, str]) -> bool:
     pid, digest, *_ = [*os.environ.get(MARK, "").split("-", 2), ""]
-    return digest == _digest(variables) and pid != str(os.getpid()) and pid in map(str, ancestors())
+    return digest == _digest(variables) and pid != str(os.getpid()) and pid in map(str, proc.ancestors(os.getpid()))
 
 
 def _digest(variables: Mapping[str, str]) -> str:

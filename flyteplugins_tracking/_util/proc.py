@@ -53,7 +53,9 @@ def machine() -> str:
 
 
 def parent(pid: int) -> int:
-    """Return the parent of the process `pid`."""
+    """Return the parent of the process `pid`; 0 if that is not known."""
+    if pid == os.getpid():  # also known without /proc
+        return os.getppid()
     match = re.search(r"^PPid:\s*(\d+)$", read(f"/proc/{pid}/status"), re.MULTILINE)
     return int(match[1]) if match else 0
 
@@ -173,10 +175,8 @@ def oom_kills() -> int:
 
 def nearest_without(variable: str) -> int:
     """Return the nearest ancestor that was started without this variable: the launcher that sets it."""
-    pid = os.getppid()
-    while pid > 1 and variable in variables_at_start(pid):
-        pid = parent(pid)
-    return pid
+    found = (pid for pid in ancestors(os.getpid()) if pid == 1 or variable not in variables_at_start(pid))
+    return next(found, 0)
 
 
 def has_handler(signum: int) -> bool:

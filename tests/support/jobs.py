@@ -181,8 +181,8 @@ def output_of(process: Process) -> str:
     """What a process that was killed has written."""
     try:
         return process.communicate(timeout=10)[0]
-    except subprocess.TimeoutExpired:
-        return "its output is open still: it has left a process that lives"
+    except subprocess.TimeoutExpired as error:
+        return f"{(error.output or b'').decode()}\nits output is open still: it has left a process that lives"
 
 
 def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:

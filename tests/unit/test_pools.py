@@ -16,6 +16,7 @@ from flyteplugins_tracking._rank import children, pools, topology
 from flyteplugins_tracking._rank.pools import POOLS, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs.call import state
+from flyteplugins_tracking._util import proc
 
 
 def called_by(file: str, function: str) -> Callable[[Callable[[], Any]], Any]:
@@ -111,7 +112,7 @@ def test_a_ray_driver_is_no_worker(bare_environment, monkeypatch):
 
 def test_this_process_is_in_no_pool():
     assert innermost_pool() is None
-    assert os.getpid() not in children.ancestors()
+    assert os.getpid() not in proc.ancestors(os.getpid())
     assert topology.examine({}) == Detection()
 
 

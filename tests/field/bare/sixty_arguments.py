@@ -127,8 +127,7 @@ def train(args):
     data = Samples(args.steps_per_epoch * args.batch_size * args.world_size)
     sampler = DistributedSampler(data, args.world_size, args.rank)
     # A worker that starts just when its rank is killed does not notice it, in torch 2.13, and lives on.
-    kept = {"num_workers": args.workers, "persistent_workers": True}
-    loader = DataLoader(data, args.batch_size, sampler=sampler, **kept)
+    loader = DataLoader(data, args.batch_size, sampler=sampler, num_workers=args.workers, persistent_workers=True)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     first = args.start_epoch or 0

@@ -65,7 +65,7 @@ class WarmProcess:
         while not self.stdout.closed:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([self.stdout], [], [], left)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0, b"".join(self._read))
             data = os.read(self.stdout.fileno(), 65_536)
             self._read.append(data)
             if not data:
