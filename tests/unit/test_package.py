@@ -48,7 +48,6 @@ def test_the_public_names_change_on_purpose_only():
         "TrackerNotInstalledError",
         "TrackerUnavailableError",
         "TrackingError",
-        "gather_metrics",
         "get_distributed_info",
         "get_run",
         "get_sweep_id",
