@@ -128,10 +128,7 @@ class ClientHandle(Handle):
 
     def end_limit(self) -> EndLimit:
         """Return the limit of an end that begins now: while data moves, and after SIGTERM as `kill_after_s` says."""
-        limit = EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
-        if self._barrier is not None:
-            limit.on_move = self._barrier.tell_moving
-        return limit
+        return EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
 
     def resume(self) -> None:
         """Get ready for more rows: a signal has ended the run, and the function still logs. `end` is called again."""
