@@ -119,8 +119,7 @@ class MlflowBackend:
         states: dict[str, Status] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed"}
         logged = points([{key: value} for key, value, *_ in run.rows])
         group = run.tags.get(GROUP_TAG, "")
-        of_roles = {key: value for key, value in run.params.items() if "/" in key}
-        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config={**run.config, **of_roles})
+        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config=run.config)
 
 
 class JsonlBackend:

@@ -15,14 +15,11 @@ from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import (
-    check_roles,
     ended_if_interrupted,
-    missing_run_error,
-    prefix_of,
     run_config,
     status_of,
 )
-from flyteplugins_tracking.trackers.config import OWN, ROLES
+from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 
@@ -31,7 +28,6 @@ logger = logging.getLogger(__name__)
 # Tags with which runs are not found.
 CONFIG_TAG = "flyteplugins_tracking.config"
 ATTEMPTS_TAG = "flyteplugins_tracking.attempts"
-_ROLES_TAG = f"{OWN}.{ROLES}"
 # What the tags begin with that have values of params which an earlier attempt has set otherwise.
 PARAMS_TAG = f"{OWN}.params."
 RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
@@ -75,17 +71,12 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
 def _open_in(request: RunRequest, service: Service, run_id: str, experiment_id: str, run: Any) -> Opened:
     if not request.plan.ends_run:
         run = run or _awaited(request, service, experiment_id, run_id)
-        check_roles(request, "MLflow", _roles_of(run), {})
-        has_attempts = ATTEMPTS_TAG in run.data.tags
-        if request.plan.role is not None:  # of its own
-            has_attempts = vendor.last_step(run, prefix_of(request)) >= 0
-        return Opened(run, has_attempts)
+        return Opened(run, ATTEMPTS_TAG in run.data.tags)
     tags, name = _tags(request, run_id), request.config.name or request.plan.run_id
     if run is None:
         run, is_new = _find_or_create(service, experiment_id, run_id, name, tags)
         if is_new:
             return Opened(run, False)
-    check_roles(request, "MLflow", _roles_of(run), {})
     attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
     tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
     service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
@@ -122,16 +113,9 @@ def end_run(request: RunRequest, uri: str, opened: Opened, exit_code: int, limit
     service.set_status(opened.run.info.run_id, status_of(exit_code).upper())
 
 
-def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def params(config: Mapping[str, Any]) -> dict[str, str]:
     """Return a config as MLflow's params: strings by flat keys."""
-    return {key: str(value)[:LONGEST_PARAM] for key, value in flat(config, prefix).items()}
-
-
-def params_of(request: RunRequest) -> dict[str, str]:
-    """Return the params of this attempt."""
-    config = request.config.config
-    prefix = "" if request.plan.role is None else f"{request.plan.role}/"
-    return params(config, prefix) if isinstance(config, Mapping) else {}
+    return {key: str(value)[:LONGEST_PARAM] for key, value in flat(config).items()}
 
 
 def _chosen(request: RunRequest, service: Service) -> Any:
@@ -181,19 +165,12 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
 
 def _awaited(request: RunRequest, service: Service, experiment_id: str, run_id: str) -> Any:
     run = service.until(lambda: _find(service, experiment_id, run_id))
-    if run is None and request.plan.role is not None:
-        raise missing_run_error(request, "MLflow", f"{service.host}, experiment {experiment_id}")
     if run is None:
         raise TrackerUnavailableError(
             f"MLflow: experiment {experiment_id} has no run with the tag {ID_TAG}={run_id} after init_timeout_s="
             f"{request.config.init_timeout_s:g}: the rank that creates it has not done so."
         )
     return run
-
-
-def _roles_of(run: Any) -> Any:
-    text = run.data.tags.get(_ROLES_TAG)
-    return None if text is None else list(filter(None, text.split(",")))
 
 
 def _find_or_create(
@@ -239,6 +216,5 @@ def _tags(request: RunRequest, run_id: str) -> dict[str, str]:
         GROUP_TAG: request.group,
         CONFIG_TAG: text,
         _NOTE_TAG: config.notes,
-        _ROLES_TAG: None if config.roles is None else ",".join(config.roles)[:LONGEST_TAG],
     }
     return {**tags, **{key: value for key, value in own_tags.items() if value is not None}}
