@@ -100,7 +100,7 @@ def _seconds(text: str) -> float:
 def _send(paths: Sequence[Path]) -> Iterator[str]:
     of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
     failed: list[str] = []
-    others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
+    others = [path for path in paths if path not in of_wandb]
     for path in [*others, *of_wandb]:
         try:
             require_unwatched(path)
@@ -110,11 +110,6 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
-
-
-def _is_of_role(path: Path) -> bool:
-    arguments = [journal.header.get("arguments") for journal in stored(path)] if path.is_dir() else []
-    return any(isinstance(one, dict) and one.get("role") is not None for one in arguments)
 
 
 def send_directory(directory: Path) -> str:
@@ -211,7 +206,7 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple
         The directories in which the tracker may have kept rows again, and how many rows the service has rejected.
     """
     handle = open_run(journals)
-    handle.ends_run, rejected = ends_run and handle.request.plan.role is None, 0
+    handle.ends_run, rejected = ends_run, 0
     if isinstance(handle, OutboxHandle):
         handle.wait(handle.request.config.finish_timeout_s)
         handle.finish(handle.earlier_exit_code)
@@ -236,7 +231,7 @@ def open_run(earlier: Sequence[StoredJournal], *, follows: bool = False) -> Clie
     arguments = arguments_to_send(header["arguments"])
     config = TrackingConfig.from_arguments({**arguments, "tracker": header["tracker"]})
     run_id, group, is_primary = (header[name] for name in ("id", "group", "primary"))
-    plan = RunPlan(True, run_id, group, is_primary, config.role, writers=1, role=config.role)
+    plan = RunPlan(True, run_id, group, is_primary, writers=1)
     handle = tracker.open(
         RunRequest(
             plan=plan,

@@ -253,7 +253,7 @@ class KeptRun(Watched):
 
     def _end(self, attempt: Sequence[StoredJournal], *, ends_run: bool) -> int:
         handle, self.opened = self._open(attempt), None
-        handle.ends_run = ends_run and handle.request.plan.role is None
+        handle.ends_run = ends_run
         exit_code = handle.exit_code_of(attempt)
         handle.finish(exit_code)
         if str(attempt[0].path.parent) in handle.unsent():

@@ -233,7 +233,7 @@ class Tracker(Protocol):
         run_id_variables: The service's own variables that choose a run. The first one that is set counts.
         arguments: The names of the tracker's own arguments of `tracking_init`, which are in `config.options`.
         unsupported: The features that the service lacks, with the reason. Using one is refused at decoration.
-        takes_roles: Whether several jobs can write to a run: `roles=` and `role=`.
+        takes_roles: Whether several jobs can write to a run, with `roles=` and `role=`. Those of W&B can.
     """
 
     name: str

@@ -92,10 +92,6 @@ class OutboxHandle(client.ClientHandle):
         self.steps.last = max(self.steps.last, self.stored_step())  # before the outbox sends the first row
         self._open_outbox()
 
-    def tell_role(self, values: Mapping[str, Any]) -> None:
-        """Log the state of a role, below its name: as a row, if the service has no better place."""
-        self.put({"row": dict(values), "step": max(0, self.steps.last), "time": time.time()})
-
     def stored_step(self) -> int:
         """Return the last step that the run has at its service; -1 for none. Called once, before anything is sent."""
         return -1
@@ -154,12 +150,6 @@ class OutboxHandle(client.ClientHandle):
         if self._has_earlier or getattr(self.run, "resumed", True):  # who sends a kept run may have an earlier attempt
             self.put({"event": name, "values": dict.fromkeys(keys), "text": None})
 
-    def role_state(self, state: str, **more: Any) -> None:
-        """Tell the state of this job's role, if it has one."""
-        role = self.request.plan.role
-        if role is not None:
-            self.tell_role({f"roles/{role}/{key}": value for key, value in {"state": state, **more}.items()})
-
     def end(self, exit_code: int) -> None:
         self.close_outbox(exit_code, self.end_limit())
 
@@ -170,7 +160,6 @@ class OutboxHandle(client.ClientHandle):
     def close_outbox(self, exit_code: int, limit: EndLimit) -> None:
         """Send all lines, and then the status, as long as `limit` lasts. What is left stays in files."""
         reserve_s = min(_STATUS_S, limit.left_s * _STATUS_SHARE)
-        self.role_state(client.status_of(exit_code), exit_code=exit_code)
         self._outbox.put({"exit_code": exit_code})
         is_sent = self._outbox.close(limit, reserve_s)
         is_complete = self._sink is not None and self._send_end(exit_code, limit.left_s) and is_sent
@@ -254,10 +243,10 @@ class OutboxHandle(client.ClientHandle):
         self._outbox = Outbox(self._title, self.id, journal, self._sink, earlier, self.before_removal)
 
     def directory(self) -> str:
-        """Return where what is not sent is kept: one directory for all attempts and ranks of the run, or its role."""
+        """Return where what is not sent is kept: one directory for all attempts and ranks of the run."""
         of_earlier = self.request.earlier
-        role = self.request.plan.role
-        return str(of_earlier[0].path.parent) if of_earlier else directory_of(self._tracker.name, self.id, role)
+        of_run = os.path.abspath(os.path.join(FOLDER, f"{self._tracker.name}-{self.id}"))
+        return str(of_earlier[0].path.parent) if of_earlier else of_run
 
     def _find_earlier(self) -> Sequence[StoredJournal]:
         """Return what earlier attempts have left here, for one rank of each node. Journals that are written are not."""
@@ -363,9 +352,6 @@ class KeptHandle(OutboxHandle):
             return False
         return True
 
-    def role_state(self, state: str, **more: Any) -> None:
-        """Tell nothing: who sends the run does."""
-
     def how_to_view(self) -> str:
         return self.how_to_send(self._outbox.directory)
 
@@ -390,11 +376,7 @@ def open_or_keep(
         TrackerUnavailableError: The service is away and `if_unavailable` is "raise", or it refuses.
     """
     try:
-        handle = open_run()
-        with client.ended_if_interrupted(request, lambda exit_code, _: handle.finish(exit_code)):
-            if isinstance(handle, OutboxHandle):
-                handle.role_state("running")
-            return handle
+        return open_run()
     except TrackerUnavailableError as error:
         HANDLERS.raise_errors()
         unavailable = error
@@ -418,11 +400,6 @@ def open_or_keep(
             kept.how_to_send(kept.directory()),
         )
     return kept
-
-
-def directory_of(tracker: str, run_id: str, role: str | None = None) -> str:
-    """Return the directory with the journals of a run, or of a role of it."""
-    return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}{f'.{role}' if role else ''}"))
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:

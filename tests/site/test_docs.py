@@ -67,7 +67,6 @@ RUNS = {
     "docs/guides/frameworks/lightning_axis.py": 1,
     "docs/guides/ranks/prefixed.py": 1,
     "docs/guides/ranks/last_rank.py": 1,
-    "docs/guides/all-ranks/statistics_only.py": 1,
 }
 # What commands may start.
 PROGRAMS = re.compile(

@@ -128,15 +128,13 @@ class PlutoSink:
         """Whether a file is being uploaded, and the service answers meanwhile."""
         return self._is_uploading and self._service.config_of(self._op.id) is not None
 
-    def post_end(self, status: str, config: Mapping[str, Any], timeout_s: float) -> None:
-        """Change these keys of the run's config, and send the run's end.
+    def post_end(self, status: str, timeout_s: float) -> None:
+        """Send the run's end.
 
         Raises:
             AwayError: The service has not taken it in time.
         """
         self._service.deadline = time.monotonic() + timeout_s
-        if config:
-            self._post("config/update", {"config": json.dumps(config)})
         self._post("status/update", {"status": status, "statusMetadata": None})
 
     def _entries(self, lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:
