@@ -23,7 +23,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, Sent, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
 from flyteplugins_tracking.trackers.registry import BUILT_IN
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -197,29 +197,6 @@ class OutboxHandle(client.ClientHandle):
         """Wait until all lines are sent, or until the service has taken nothing for `patience_s` seconds."""
         self._outbox.wait(patience_s)
 
-    def follow(self, journals: Sequence[StoredJournal], *, is_written: bool) -> int:
-        """Send what has come to journals that other processes write. Returns how many rows it was."""
-        noted = {journal.path: journal.sent() for journal in journals}
-        steps = [sent.last_step for sent in noted.values() if sent.last_step is not None]
-        if steps and not self._followed:  # of an earlier sender, which may have been killed: the same steps again
-            self.steps.last = max(steps)
-        rows = 0
-        for journal in sorted(journals, key=lambda one: not noted[one.path].is_sending):
-            while True:
-                sent = self._followed.get(journal.path, noted[journal.path])._replace(last_step=self.steps.last)
-                lines, after = journal.new_lines(sent, is_written=is_written)
-                if after == sent:
-                    break
-                if lines:
-                    journal.note(sent._replace(is_sending=True))
-                    rejected = self.rejected_rows
-                    rows += self._outbox.send_now(lines)
-                    after = after._replace(rejected_rows=sent.rejected_rows + self.rejected_rows - rejected)
-                    records = after.records - ("exit_code" in lines[-1])  # who ends the run later needs that
-                    journal.note(Sent(records, self.steps.last, rejected_rows=after.rejected_rows))
-                self._followed[journal.path] = after._replace(is_sending=False)
-        return rows
-
     def resume(self) -> None:
         self._open_outbox()  # what the last one has left is an earlier attempt's for it
 
@@ -242,12 +219,8 @@ class OutboxHandle(client.ClientHandle):
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
         earlier = self._find_earlier()
         self._has_earlier |= bool(earlier)
-        self._followed: dict[Path, Sent] = {}  # how much is sent of journals that other processes write
-        earlier = () if request.follows else earlier
         self._read(earlier)
         journal = Journal(Path(self.directory()), name, header)
-        if request.follows:  # the journals are others': one of this process would count as a later attempt
-            journal.close()
         # `send` may be killed when it has removed them, and before the run has its end.
         if earlier and request.earlier:
             journal.add(encode({"exit_code": self.earlier_exit_code}))
@@ -270,14 +243,14 @@ class OutboxHandle(client.ClientHandle):
     def _read(self, earlier: Sequence[StoredJournal]) -> None:
         """Read what must be known of earlier attempts before their lines are sent."""
         if self.request.earlier:
-            self.earlier_exit_code = self.exit_code_of(earlier)
+            self.earlier_exit_code = self._exit_code_of(earlier)
             return
         for left in earlier:
             for line in left.lines():  # one at a time: there may be millions
                 if line.get("step") is not None:  # the function's rows come behind it
                     self.steps.last = max(self.steps.last, int(line["step"]))
 
-    def exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
+    def _exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
         """Return the status that the first of these journals ends with, or that of a later attempt at the service."""
         exit_code, last_at = 1, 0.0
         for journal in journals:

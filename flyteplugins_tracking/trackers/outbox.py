@@ -168,7 +168,7 @@ class Outbox(PerProcess):
             before_removal: Called before that, with the journal.
         """
         self.rows = 0  # how many rows were put and not sent
-        self.rejected_rows = 0  # how many rows were given to a sink in vain, and are lost; of earlier ones, also before
+        self.rejected_rows = 0  # how many rows were given to a sink in vain, and are lost
         self.directory = str(journal.directory)
         self._title, self._run_id = title, run_id
         self._journal, self._sink, self._earlier = journal, sink, deque(earlier)
@@ -242,17 +242,6 @@ class Outbox(PerProcess):
             self._changed.notify_all()
             return self._is_sent()
 
-    def send_now(self, lines: Sequence[Line]) -> int:
-        """Send lines of a journal that another process writes. Waits in an outage. Returns how many rows it took.
-
-        Raises:
-            AwayError: The outbox was closed before the service took them.
-        """
-        rejected = self.rejected_rows
-        if not self._deliver(lines):
-            raise AwayError("it was closed before its rows were taken")
-        return _rows(lines) - (self.rejected_rows - rejected)
-
     def wait(self, patience_s: float) -> None:
         """Wait until everything is sent, or until the service has taken nothing for `patience_s` seconds."""
         with self._changed:
@@ -316,14 +305,12 @@ class Outbox(PerProcess):
             if not self._deliver(batch):
                 return False
             rows += _rows(batch)
-        rows -= self.rejected_rows - rejected_before
-        self.rejected_rows += journal.sent().rejected_rows
         rejected = self.rejected_rows - rejected_before
         self._before_removal(journal)
         journal.remove(is_bad=rejected > 0)
-        if rows or rejected:
+        if rows:
             text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s%s"
-            values = self._title, self._run_id, rows, self._title, journal.path.parent, but_for(rejected)
+            values = self._title, self._run_id, rows - rejected, self._title, journal.path.parent, but_for(rejected)
             logger.warning(text, *values)
         return True
 
