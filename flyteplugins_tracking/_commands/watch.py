@@ -25,7 +25,6 @@ from typing import NoReturn
 
 from flyteplugins_tracking._commands.directories import Found, has_unsent, hold, noting, require_unwatched
 from flyteplugins_tracking._util.fork import OwnLock, register
-from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.text import causes, first_line, printable, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, stored
@@ -50,7 +49,6 @@ class WatchedRun:
     Attributes:
         directories: What is not sent of it, in the order of the attempts, other ranks before the primary.
         opened: The run at W&B; None if it is not open there.
-        rows: How many rows were sent.
         error: What keeps it from being sent; empty for nothing.
         is_refused: Whether that does not pass.
         is_written: Whether its writer may live.
@@ -58,7 +56,7 @@ class WatchedRun:
 
     opened: live.LiveRun | None = None
     doing: Future[None] | None = None
-    rows, error, is_refused, is_written = 0, "", False, True
+    error, is_refused, is_written = "", False, True
 
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
@@ -148,7 +146,7 @@ class WatchedRun:
             return self._finish()
         if self.opened is not None:
             try:
-                self.rows += self.opened.send(self.directories)
+                self.opened.send(self.directories)
                 if self._taken.look(self.opened):
                     self.let_go()
             except Exception as error:
@@ -182,7 +180,7 @@ class Watcher:
         runs: Those that are not sent, by their names and projects.
     """
 
-    _sent, _is_whole = 0, True
+    _is_whole = True  # whether nothing of a run that was left was refused
     _problems: Sequence[str] | None = None  # of the directories, at the last look
 
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
@@ -192,7 +190,7 @@ class Watcher:
             TrackerUnavailableError: Another process watches one of them.
             OSError: One cannot be locked.
         """
-        self._locks = {path: hold(path) for path in paths}
+        self._locks = [hold(path) for path in paths]
         self._away: dict[Path, str] = {}  # what cannot be looked at now, with the reason
         self.runs: dict[tuple[str, str], WatchedRun] = {}
         self._paths, self._watched = paths, [path.resolve() for path in paths]
@@ -200,13 +198,17 @@ class Watcher:
         self._of_ended, self._of_open = ThreadPoolExecutor(_ENDED), ThreadPoolExecutor(_OPEN)
 
     def look(self) -> None:
-        """Find runs, and have each send what is new, beside the others."""
-        self._away = {path: reason for path in self._paths if (reason := self._reason(path))}
+        """Find runs, and have each send what is new, beside the others.
+
+        Raises:
+            ValueError: A directory is not there any more.
+        """
         found = self._find()
+        _require_directories([path for path in self._paths if path not in self._away])  # what has vanished has no runs
         for key in [key for key, run in self.runs.items() if not (key in found or run.is_busy or self._away)]:
             run = self.runs.pop(key)
             self._of_open.submit(run.let_go)
-            self._sent, self._is_whole = self._sent + run.rows, self._is_whole and not run.is_refused
+            self._is_whole = self._is_whole and not run.is_refused
         for key, paths in found.items():
             run = self.runs.setdefault(key, WatchedRun(key[0], self._watched))
             if run.is_busy:
@@ -218,8 +220,8 @@ class Watcher:
 
     def _find(self) -> dict[tuple[str, str], list[Path]]:
         """Return what is to be sent of each run, in its order. What cannot be looked at now is looked at again."""
-        looked = Found([path for path in self._paths if path not in self._away], is_watched=True)
-        self._away.update(looked.away)
+        looked = Found(self._paths, is_watched=True)
+        self._away = looked.away
         found: dict[tuple[str, str], list[Path]] = {}
         of_others: list[str] = []
         for path in looked.runs:
@@ -238,28 +240,20 @@ class Watcher:
         for key, paths in found.items():
             with noting(self._away, paths[0]):
                 in_order[key] = wandb_files.in_order(paths)
-        before, self._problems = self._problems, [*self._away.values(), *looked.left_out(), *of_others]
-        # Which directories have no run, or are another user's, is said once.
-        texts = looked.texts if before is None else []
-        for text in (*texts, *(text for text in self._problems if text not in (before or ()))):
-            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._tell(looked.texts, [*self._away.values(), *looked.left_out(), *of_others])
         return in_order
 
-    def _reason(self, path: Path) -> str:
-        """Return why a directory cannot be looked at now; empty if it can. The file of its lock goes with it."""
-        try:
-            if not path.is_dir():
-                self._locks.pop(path, RunLock()).release()
-                return f"{path} is not there: it is looked at again when it is"
-            if path not in self._locks:
-                self._locks[path] = hold(path)
-        except (TrackingError, OSError) as error:  # another process watches it, or its file system does not answer
-            return str(error)
-        return ""
+    def _tell(self, texts: Sequence[str], problems: Sequence[str]) -> None:
+        """Say once which directories have no run, or are another user's; and each problem when it comes."""
+        known = self._problems or ()
+        texts = [*(texts if self._problems is None else ()), *(text for text in problems if text not in known)]
+        self._problems = problems
+        for text in texts:
+            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def release(self) -> None:
         """Leave the directories to other processes."""
-        for lock in self._locks.values():
+        for lock in self._locks:
             lock.release()
 
     @property
@@ -272,12 +266,6 @@ class Watcher:
     def is_all_sent(self) -> bool:
         """Whether everything that there was is sent."""
         return self._is_whole and not (self.runs or self._problems)
-
-    def __str__(self) -> str:
-        runs = list(self.runs.values())
-        count, waiting = sum(run.opened is not None for run in runs), sum(bool(run.error) for run in runs)
-        rows = self._sent + sum(run.rows for run in runs)
-        return f"{len(runs)} runs, {count} open, {waiting} with an error, {rows} rows sent, {time.strftime('%H:%M:%S')}"
 
 
 def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_done: bool) -> NoReturn:
@@ -294,9 +282,8 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
         ValueError: One is not there.
     """
     paths = list({path.resolve(): path for path in paths}.values())
+    _require_directories(paths)
     for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"{path} is not a directory")
         require_unwatched(path)
     watcher = Watcher(paths, killed_s)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -305,8 +292,6 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
     try:
         while True:
             watcher.look()
-            if _is_terminal():
-                _print(str(watcher))
             if until_done and watcher.is_done:
                 break
             time.sleep(interval_s)
@@ -314,10 +299,18 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
                 break
         watcher.release()
         exit_code = int(not watcher.is_all_sent)
+    except ValueError as error:
+        sys.stderr.write(f"cannot send: {printable(str(error))}\n")
     except Exception:
         traceback.print_exc()
     finally:
         os._exit(exit_code)  # at the interpreter's exit, W&B's client would end the open runs, whose jobs still log
+
+
+def _require_directories(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a directory")
 
 
 def _end_process(number: int, _: object) -> None:
@@ -339,12 +332,8 @@ def _name_of(directory: Path) -> str:
 
 
 def _print(text: str) -> None:
-    """Print a line; on a terminal over the one with the state. Nothing, if nobody reads."""
+    """Print a line. Nothing, if nobody reads."""
     with _printing.lock, suppress(OSError):
         if sys.stdout is not None:
-            sys.stdout.write(f"\r\033[K{printable(text)}" if _is_terminal() else printable(text))
+            sys.stdout.write(printable(text))
             sys.stdout.flush()
-
-
-def _is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()

@@ -380,7 +380,7 @@ def test_a_run_whose_directory_is_renamed_goes_on(tmp_path):
         here.assert_each_once()
 
 
-def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_does_not_stop_the_others(tmp_path):
+def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_ends_the_watcher_with_an_error(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         other, missing, file = here.directory / "other", here.directory / "missing", here.directory / "file"
         other.mkdir()
@@ -392,17 +392,18 @@ def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_does_not
         attempt, watcher = here.start_job(), here.watch("--until-done", str(other))
         here.wait_for_more_rows(watcher)
         shutil.rmtree(other)
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 1, done.output
+        assert done.output.endswith(f"cannot send: {other} is not a directory\n")
+        assert here.state == "running"
+        watcher = here.watch("--until-done")
         here.wait_for_more_rows(watcher)
         (here.directory / "stop").touch()
         assert jobs.finish(attempt, here.directory).returncode == 0
-        wait_until(lambda: here.state == "finished", watcher)
-        time.sleep(1)
-        assert watcher.poll() is None
-        other.mkdir()
         done = jobs.finish(watcher, here.directory)
         assert done.returncode == 0, done.output
-        assert done.output.count(f"{other} is not there") == 1
         here.assert_each_once()
+        assert here.state == "finished"
 
 
 def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
