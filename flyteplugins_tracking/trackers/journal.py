@@ -52,8 +52,6 @@ _HEADER, _ACKNOWLEDGED = b"header", b"acknowledged"
 _CRC_SIZE, _LONGEST_NUMBER = 8, 20
 # The longest line that is read, in bytes: a file that is none of ours may have no newline.
 _LONGEST_LINE = 256_000_000
-# How much a process reads of its own journal at once, in bytes.
-_CHUNK = 1_000_000
 # Services have steps of 64 bits, and the next step needs room. A row's time is below this, in seconds since the epoch:
 # Python's dates have four digits for a year. An exit code has 32 bits.
 LARGEST_STEP, LATEST_S, _LARGEST_CODE = 2**62, 2.5e11, 2**31
@@ -139,30 +137,6 @@ class Journal(PerProcess):
         self.header.update(values)
         self._note(_HEADER, self._encoded_header())
 
-    @property
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        with self._lock:
-            return 0 if self._file < 0 else os.fstat(self._file).st_size
-
-    def read(self, position: int) -> tuple[list[Entry], int]:
-        """Read a part of the file, by its own descriptor.
-
-        Args:
-            position: Where it begins: 0, or what `size` or the last call has returned.
-
-        Returns:
-            Its records, and where it ends: at `position` if there is no more.
-        """
-        size = _CHUNK
-        while True:
-            with self._lock:
-                data = b"" if self._file < 0 else os.pread(self._file, size, position)
-            end = data.rfind(b"\n") + 1
-            if end or len(data) < size:
-                return list(_entries(map(_parse, data[:end].split(b"\n")))), position + end
-            size *= 2
-
     def close(self) -> None:
         """Keep the file for a reader. Records that are added from now on are not kept."""
         with self._lock:
@@ -194,7 +168,7 @@ class Journal(PerProcess):
         """Make the file. It has its name when it is locked, so that another process always finds it locked."""
         self.directory.mkdir(parents=True, exist_ok=True)
         unfinished = self.directory / f"{self.name}.{secrets.token_hex(3)}.new"
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             lock_file(file)
             # Twice: without a header, the run of the records is not known.
@@ -231,7 +205,7 @@ class Journal(PerProcess):
     def _give_up(self, error: OSError) -> None:
         """Stop keeping records. The training continues, and loses at a kill what the client has not sent.
 
-        The file stays open: this process may read it, and no other one is to send what this one is sending.
+        The file stays open: no other process is to send what this one is sending.
         """
         if not self.is_closed:
             _warn_once(

@@ -180,7 +180,7 @@ class OutboxHandle(client.ClientHandle):
         else:
             self._outbox.keep()
         if self._outbox.rows or not is_complete:
-            self._warn_of_left(limit.why)
+            self._warn_of_left("more waited than memory has room for" if self._outbox.is_full else limit.why)
 
     def _send_end(self, exit_code: int, timeout_s: float) -> bool:
         """Send the run's status. Returns False if the service may still take it."""

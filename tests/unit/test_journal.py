@@ -394,24 +394,6 @@ def test_the_last_header_counts_and_a_damaged_one_does_not(tmp_path):
     assert files.stored(tmp_path)[0].header == {"id": "y", "since": 3}
 
 
-def test_a_process_reads_its_own_journal_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 100)
-    journal = Journal(tmp_path, "rank-0", {"id": "x"})
-    assert journal.read(0) == ([], 0)
-    records = [b"short", b"x" * 1000, b"y" * 30, *RECORDS]
-    for record in records:
-        journal.add(record)
-    read, position = [], -1
-    entries, end = journal.read(0)
-    while end != position:
-        read, position = [*read, *entries], end
-        entries, end = journal.read(position)
-    assert [(entry.number, entry.data) for entry in read] == list(enumerate(records))
-    assert position == journal.size
-    journal.add(b"later")
-    assert [entry.data for entry in journal.read(position)[0]] == [b"later"]
-
-
 def test_a_line_without_an_end_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_LONGEST_LINE", 1000)
     journal = Journal(tmp_path, "rank-0", {"id": "x"})
