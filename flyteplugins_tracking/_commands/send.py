@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from flyteplugins_tracking._commands.directories import SENT, Found, require_unwatched
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -22,19 +23,15 @@ from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
-from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import (
-    Line,
     StoredJournal,
-    exit_code_in,
     remove_torn,
     require_all_sent,
     stored,
 )
-from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
+from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle
 from flyteplugins_tracking.trackers.outbox import (
-    AwayError,
     arguments_to_send,
     but_for,
     how_to_send,
@@ -139,16 +136,12 @@ def send_directory(directory: Path) -> str:
         )
     _require_servers(directory, left)
     touch_own(directory / SENT)
-    kept_again = {directory}
-    attempts, rejected = list(_attempts_of(left)), 0
-    for attempt in attempts:
-        directories, rows = _send_attempt(attempt, ends_run=attempt is attempts[-1])
-        kept_again |= directories
-        rejected += rows
+    attempts = list(_attempts_of(left))
+    rejected = sum(_send_attempt(attempt, ends_run=attempt is attempts[-1]) for attempt in attempts)
     _remove_empty(directory)
-    unsent = sorted(str(path) for path in kept_again if stored(path))
-    if unsent:
-        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
+    if stored(directory):
+        command = how_to_send(str(directory))
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {command}")
     require_all_sent(directory)
     if rejected:
         raise TrackerUnavailableError(f"{directory} was sent{but_for(rejected)}", is_outage=False)
@@ -186,12 +179,16 @@ def _journals_in(directory: Path) -> list[StoredJournal]:
 
     Raises:
         ValueError: One is not that of a run.
+        TrackerUnavailableError: One is of a third party's tracker.
     """
     journals = []
     for journal in stored(directory):
         header = journal.header
         if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
             raise ValueError(f"{journal.path} does not say which run it is of")
+        if header["tracker"] not in SENT_LATER:
+            text = f"{directory} is of tracker={header['tracker']!r}: its own documentation says how its runs are sent"
+            raise TrackerUnavailableError(text, is_outage=False)
         check_run_id("id", header["id"], longest=_LONGEST_ID)
         journals.append(journal)
     return journals
@@ -207,28 +204,20 @@ def _attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJourn
             yield [primary]
 
 
-def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple[set[Path], int]:
+def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> int:
     """Send the journals of one attempt's ranks. The first one's end is the run's, if this is the last attempt.
 
     Returns:
-        The directories in which the tracker may have kept rows again, and how many rows the service has rejected.
+        How many rows the service has rejected.
     """
     handle = _open_run(journals)
-    handle.ends_run, rejected = ends_run and handle.request.plan.role is None, 0
-    if isinstance(handle, OutboxHandle):
-        handle.wait(handle.request.config.finish_timeout_s)
-        handle.finish(handle.earlier_exit_code)
-        rejected = handle.rejected_rows
-    else:
-        for journal in journals:
-            _log_lines(handle, journal.lines())
-        handle.finish(exit_code_in(journals[0].lines()))
-        for journal in journals:
-            journal.remove()
-    return set(map(Path, handle.unsent())), rejected
+    handle.ends_run = ends_run and handle.request.plan.role is None
+    handle.wait(handle.request.config.finish_timeout_s)
+    handle.finish(handle.earlier_exit_code)
+    return handle.rejected_rows
 
 
-def _open_run(earlier: Sequence[StoredJournal]) -> ClientHandle:
+def _open_run(earlier: Sequence[StoredJournal]) -> OutboxHandle:
     """Open the run of these journals, which are of one attempt, at its service.
 
     Raises:
@@ -255,26 +244,4 @@ def _open_run(earlier: Sequence[StoredJournal]) -> ClientHandle:
             earlier=earlier,
         )
     )
-    if not isinstance(handle, ClientHandle):
-        raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
-    return handle
-
-
-def _log_lines(handle: ClientHandle, lines: Iterable[Line]) -> None:
-    """Log lines to the run of a tracker without an outbox, as third parties have them. The run's end is left out.
-
-    Raises:
-        TrackerUnavailableError: The service does not answer to a call.
-    """
-    for line in lines:
-        if "row" in line:
-            handle.write(line["row"], line["step"])
-        elif "event" in line and line["text"] is None:
-            handle.forget_event(line["event"], list(line["values"]))
-        elif "event" in line:
-            handle.record_event(line["event"], line["values"], line["text"])
-        elif "call" in line:
-            try:
-                repeat_call(handle.run, handle.id, line)
-            except AwayError as error:
-                raise TrackerUnavailableError(str(error)) from error
+    return cast("OutboxHandle", handle)

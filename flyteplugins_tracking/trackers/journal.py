@@ -364,14 +364,6 @@ def _is_line(value: Any) -> bool:
     return False
 
 
-def exit_code_in(lines: Iterable[Line]) -> int:
-    """Return the status that a run's lines end with; 1 if its process was killed before it could tell."""
-    exit_code = 1
-    for line in lines:  # one at a time: there may be millions
-        exit_code = line.get("exit_code", exit_code)
-    return exit_code
-
-
 def event_values(line: Line) -> dict[str, Any]:
     """Return what a run's summary gains by an event's line: its values, and its text. None is for what it loses."""
     return {**line["values"], f"{line['event']}/text": line["text"]}

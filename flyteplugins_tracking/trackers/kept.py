@@ -25,7 +25,6 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
-from flyteplugins_tracking.trackers.registry import BUILT_IN
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,8 @@ REPEATED = frozenset(
         *("log_param", "log_params", "update_config", "log_text", "log_dict", "requeue"),
     }
 )
+# The trackers whose kept runs are sent, by the next attempt and by the command `send`.
+SENT_LATER = ("mlflow", "pluto", "trackio")
 # The part of a run's end that is kept for sending the status: seconds, and the largest share of finish_timeout_s.
 _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 
@@ -339,6 +340,10 @@ class KeptHandle(OutboxHandle):
     def role_state(self, state: str, **more: Any) -> None:
         """Tell nothing: who sends the run does."""
 
+    def how_to_send(self, directory: str) -> str:
+        is_known = self._tracker.name in SENT_LATER
+        return super().how_to_send(directory) if is_known else f"as the documentation of {self._title} says"
+
     def how_to_view(self) -> str:
         return self.how_to_send(self._outbox.directory)
 
@@ -385,8 +390,7 @@ def open_or_keep(
             unavailable.reason,
             kept.directory(),
             client.LOST_WITH_POD if client.dies_with_pod(request) else "",
-            # The handles of other trackers have no outbox, which looks for them.
-            "The next attempt that finds them sends them. Or send them" if tracker.name in BUILT_IN else "Send them",
+            "The next attempt that finds them sends them. Or send them" if tracker.name in SENT_LATER else "Send them",
             tracker.title,
             kept.how_to_send(kept.directory()),
         )

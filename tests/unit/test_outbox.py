@@ -16,11 +16,12 @@ import pytest
 from support.waiting import wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking._commands import send
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
 from flyteplugins_tracking.trackers.base import Handle, NoSigterm, RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import Journal, Line, encode, exit_code_in, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, encode, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle, open_or_keep
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError
 
@@ -102,8 +103,7 @@ def test_the_runs_end_is_kept_until_the_run_has_it(tmp_path):
     outbox.keep()
     (left,) = stored(tmp_path / "run")
     lines = list(left.lines())
-    assert [line for line in lines if "row" in line] == []
-    assert exit_code_in(lines) == 3
+    assert [line["exit_code"] for line in lines] == [3]
 
 
 def test_an_outbox_with_nothing_to_send_starts_no_thread_and_makes_no_file(tmp_path):
@@ -253,7 +253,7 @@ def test_what_memory_has_no_room_for_is_left_to_the_next_attempt_and_told(tmp_pa
     (left,) = stored(tmp_path)
     lines = list(left.lines())
     assert [line["row"]["n"] for line in lines if "row" in line] == [*range(sent, 1000)]
-    assert exit_code_in(lines) == 0
+    assert lines[-1]["exit_code"] == 0
     monkeypatch.undo()
     later = new_outbox(tmp_path, service, stored(tmp_path))
     assert later.close(end_within(LONGEST_S))
@@ -334,6 +334,27 @@ class Away(Tracker):
         if self.service is None:
             raise TrackerUnavailableError("Away does not answer.")
         return OutboxHandle(request, self, self.service)
+
+
+def test_what_the_service_does_not_take_from_send_is_told_and_stays(tmp_path, monkeypatch):
+    arguments = {"arguments": {"project": "p", "kill_after_s": 6}, "run_metadata": {}, "group": None}
+    journal = Journal(
+        tmp_path / "run", "0000", {"tracker": "trackio", "id": "x", "primary": True, "attempt": 0, **arguments}
+    )
+    for number in range(3):
+        journal.add(encode(row(number)))
+    journal.close()
+    service = Service()
+    tracker = Away(service)
+    tracker.name = "trackio"
+    monkeypatch.setattr(send, "find_tracker", lambda _: tracker)
+    service.is_away.set()
+    with pytest.raises(TrackerUnavailableError, match="a part of the run could not be sent"):
+        send.send_directory(tmp_path / "run")
+    service.is_away.clear()
+    assert send.send_directory(tmp_path / "run") == f"sent {tmp_path / 'run'} as run x"
+    assert service.numbers == [0, 1, 2]
+    assert stored(tmp_path / "run") == []
 
 
 def test_any_step_of_a_run_in_files_can_be_sent(tmp_path, monkeypatch):
