@@ -13,7 +13,7 @@ that a damaged byte, or a line that a full disk has cut off, costs its own line 
 A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is JSON that no service's format is in:
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
-    {"call": "log_params", "args": [...], "kwargs": {...}}  a call of a method of the run object
+    {"call": "log_params", "args": [...], "kwargs": {...}}  params and tags of MLflow, and what Pluto's client has made
     {"event": "failure", "values": {...}, "text": "..."}    what the run tells of its job; null: nothing any more
     {"exit_code": 0}                                        the run's end
 """

@@ -33,15 +33,12 @@ logger = logging.getLogger(__name__)
 FOLDER = "tracking-offline"
 # The arguments that mean nothing to the process that sends the run later. The address of a webhook is a password.
 _OF_THIS_JOB = ("secret", "tracker", "primary_rank", "webhook_url", "webhook_min_level")
-# The calls that are repeated. None of them reads a file: whoever can write to a journal could name any.
-REPEATED = frozenset(
-    {
-        *("alert", "set_tag", "set_tags", "delete_tag", "add_tags", "remove_tags"),
-        *("log_param", "log_params", "update_config", "log_text", "log_dict", "requeue"),
-    }
-)
-# The trackers whose kept runs are sent, by the next attempt and by the command `send`.
-SENT_LATER = ("mlflow", "pluto", "trackio")
+# The trackers whose kept runs the next attempt sends, or `send`; with the calls of the run object that are kept too.
+SENT_LATER: Mapping[str, Sequence[str]] = {
+    "mlflow": ("log_param", "log_params", "set_tag", "set_tags"),
+    "pluto": (),
+    "trackio": (),
+}
 # The part of a run's end that is kept for sending the status: seconds, and the largest share of finish_timeout_s.
 _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 
@@ -285,11 +282,11 @@ class OutboxHandle(client.ClientHandle):
 
 
 class KeptRun(client.Run):
-    """The object that `get_run` returns for a run that is only kept. Calls on it are made when the run is sent."""
+    """The object that `get_run` returns for a run that is only kept. Calls other than `calls` and `log` are lost."""
 
-    def __init__(self, handle: KeptHandle) -> None:
+    def __init__(self, handle: KeptHandle, calls: Sequence[str]) -> None:
         super().__init__(handle)
-        self._keeps = handle
+        self._keeps, self._calls = handle, calls
         self._warn_once = WarnOnce(logger)
 
     def __getattr__(self, name: str) -> Any:
@@ -298,9 +295,10 @@ class KeptRun(client.Run):
         return lambda *args, **kwargs: self._keep(name, args, kwargs)
 
     def _keep(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if name not in REPEATED:
-            text = "run %s is logged to files: a call of %s() will not be repeated when it is sent. Repeated are: %s"
-            self._warn_once(name, text, self.id, name, ", ".join(sorted(REPEATED)))
+        if name not in self._calls:
+            text = "run %s is logged to files: calls of %s() are lost. Kept are those of: %s"
+            self._warn_once(name, text, self.id, name, ", ".join(("log", *self._calls)))
+            return
         try:
             self._keeps.put({"call": name, "args": args, "kwargs": kwargs})
         except (TypeError, ValueError):
@@ -313,7 +311,7 @@ class KeptHandle(OutboxHandle):
 
     def __init__(self, request: RunRequest, tracker: Tracker) -> None:
         super().__init__(request, tracker, None)
-        self.run = KeptRun(self)
+        self.run = KeptRun(self, SENT_LATER.get(tracker.name, ()))
 
     @property
     def url(self) -> str | None:
@@ -414,21 +412,3 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "run_metadata": dict(request.run_metadata),
         "servers": servers_of(tracker.name),
     }
-
-
-def repeat_call(run: Any, run_id: str, line: Line) -> None:
-    """Make a kept call of a method of the run object. One that fails is lost, with a warning.
-
-    Raises:
-        AwayError: It may succeed later.
-    """
-    name = line["call"]
-    try:
-        if name not in REPEATED:
-            raise ValueError(f"of kept calls only these are repeated: {', '.join(sorted(REPEATED))}")
-        getattr(run, name)(*line["args"], **line["kwargs"])
-    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
-        text = "run %s: the kept call of %s() fails, and is lost: %s: %s"
-        logger.warning(text, run_id, name, type(error).__name__, error)
-    except Exception as error:
-        raise AwayError(f"the kept call of {name}() has failed: {type(error).__name__}: {error}") from error

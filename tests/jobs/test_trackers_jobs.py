@@ -335,7 +335,7 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
     assert (ended.value.code, codes) == (143, [143])
 
 
-def test_values_that_files_cannot_hold_do_not_lose_other_rows(
+def test_values_that_files_cannot_hold_and_other_calls_do_not_lose_other_rows(
     registered, bare_environment, monkeypatch, tmp_path, caplog
 ):
     numpy = pytest.importorskip("numpy")
@@ -345,10 +345,13 @@ def test_values_that_files_cannot_hold_do_not_lose_other_rows(
     def train() -> None:
         run = get_run()
         run.log({"a": 1, "odd": object()}, step=numpy.int64(7))
+        for number in range(2):
+            run.nobodys("call", number, key=object())
         run.log({"a": 2})
 
     train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert "'odd': a value of type object is left out" in caplog.text
-    rows = [line for journal in stored(directory) for line in journal.lines() if "row" in line]
-    assert [(line["row"], line["step"]) for line in rows] == [({"a": 1}, 7), ({"a": 2}, None)]
+    assert caplog.text.count("calls of nobodys() are lost. Kept are those of: log") == 1
+    lines = [line for journal in stored(directory) for line in journal.lines() if "row" in line or "call" in line]
+    assert [(line["row"], line["step"]) for line in lines] == [({"a": 1}, 7), ({"a": 2}, None)]
