@@ -67,7 +67,6 @@ class RunRequest(Record):
             do not agree.
         earlier: The journals, files with kept rows, that `send` sends. Empty in a job: there the handle looks on this
             disk.
-        follows: Whether other processes may still write these journals: so it is in `send --watch`.
     """
 
     plan: RunPlan
@@ -82,7 +81,6 @@ class RunRequest(Record):
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
     earlier: Sequence[Any] = ()
-    follows: bool = False
 
     @property
     def group(self) -> str | None:

@@ -30,7 +30,8 @@ from support.vendors import skip_where_lost
 from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking.trackers.journal import exit_code_in, stored
+from flyteplugins_tracking._commands.send import main as send
+from flyteplugins_tracking.trackers.journal import stored
 from flyteplugins_tracking.trackers.mlflow.run import MlflowSanitizer, MlflowSink
 from flyteplugins_tracking.trackers.mlflow.vendor import Service, UnavailableError
 from flyteplugins_tracking.trackers.rows import Steps
@@ -294,7 +295,7 @@ def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_
     lines = [line for journal in stored(directory) for line in journal.lines()]
     # A row counts as lost if only the end of its line did not fit.
     assert sum("row" in line for line in lines) - (500 - int(said[1])) in (0, 1)
-    assert exit_code_in(lines) == 1  # its own one is not kept
+    assert not any("exit_code" in line for line in lines)  # that of the function is not kept
 
 
 @pytest.mark.full
@@ -371,6 +372,33 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
     (journal,) = stored(tmp_path / "tracking-offline" / "mlflow-left")
     kept = list(journal.lines())
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
+
+
+def test_params_and_tags_of_a_run_in_files_are_sent_and_other_calls_are_lost(
+    server, tmp_path, monkeypatch, bare_environment, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{jobs.free_port()}")
+
+    @tracking_init(tracker="mlflow", project="kept", id="kept", init_timeout_s=2)
+    def train():
+        run = get_run()
+        run.log_param("lr", 0.1)
+        run.log_params({"epochs": 3})
+        run.set_tag("name", "b")
+        run.set_tags({"number": 1})
+        for name in ("model", "data"):
+            run.log_artifact(name)
+        run.log({"loss": 1.0})
+
+    train()
+    assert caplog.text.count("calls of log_artifact() are lost") == 1
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    assert send([str(tmp_path)]) == 0
+    (run,) = server.runs("kept")
+    assert {"lr": "0.1", "epochs": "3"}.items() <= run.params.items()
+    assert {"name": "b", "number": "1"}.items() <= run.tags.items()
+    assert (run.status, run.values("loss")) == ("FINISHED", [1.0])
 
 
 def assert_each_once(server, project: str, logged: list[int]) -> str:

@@ -279,9 +279,6 @@ class MlflowSink:
                 self._change_tags(event_values(line))
             elif line.get("call") in _SETTERS:
                 self._set(_SETTERS[line["call"]], _values_of(line))
-            elif "call" in line:
-                text = "MLflow: run %s: the kept call of %s() is lost: a run of MLflow's does not have it"
-                _warn_once((self._planned_id, line["call"]), text, self._planned_id, line["call"])
 
     def _points_of(self, line: Line) -> list[Any]:
         from mlflow.entities import Metric

@@ -15,7 +15,6 @@ from flyteplugins_tracking._util.files import own_file_in
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.journal import Line, event_values
-from flyteplugins_tracking.trackers.kept import repeat_call
 from flyteplugins_tracking.trackers.outbox import THREAD, AwayError, RejectedError
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.vendor import ENTRIES, FILE, POST, POSTS
@@ -115,8 +114,6 @@ class PlutoSink:
                 path, body = line["args"]
                 if path in POSTS:
                     self._post(path, body)
-            elif line.get("call", FILE) not in (ENTRIES, FILE):
-                repeat_call(self._op, self._run_id, line)
         rejected = self._ingest(entries)
         for line in lines:
             if line.get("call") == FILE:

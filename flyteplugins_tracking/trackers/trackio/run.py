@@ -15,7 +15,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import prefix_of, status_of
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.journal import Line, event_values
-from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
+from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, default_directory, page_address, vendor
@@ -152,8 +152,6 @@ class TrackioSink:
                 self._run.config.update(values)  # which is sent with the status
                 for key in [key for key, value in values.items() if value is None]:
                     del self._run.config[key]
-            elif "call" in line:
-                repeat_call(self._run, self._run.id, line)
 
     def send_config(self) -> None:
         """Send the run's config, with a row that it has."""
