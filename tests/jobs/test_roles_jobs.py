@@ -6,13 +6,11 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from support import jobs
 from support.backends import BACKENDS, WandbBackend
 from support.kills import kill_with_children
 from support.loopback import Fault
@@ -220,22 +218,6 @@ def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
     assert job.finish(owner).returncode == 0
     (run,) = job.server.runs
     assert (run.exit_codes, job.arrived("owner")) == ([0], job.logged("owner"))
-
-
-@pytest.mark.full
-def test_many_roles_join_together(tmp_path):
-    """50 threads of one process, which wait for the owner's run."""
-    with BACKENDS["trackio"](tmp_path / "server") as running:
-        job = Roles(running, tmp_path / "jobs")
-        many = jobs.start([sys.executable, jobs.PROGRAMS / "many_roles.py", "50"], job.directory, job.env)
-        owner = job.start(roles=["rollout-0"], rows=5, ends="joined")
-        done = jobs.finish(many, job.directory)
-        assert done.returncode == 0, done.output
-        assert job.finish(owner).returncode == 0
-        for number in range(50):
-            assert job.arrived(f"rollout-{number}") == Counter(range(10))
-            assert job.stored.config[f"rollout-{number}"] == {"number": number}
-        assert job.arrived("owner") == Counter(range(5))
 
 
 @pytest.mark.full
