@@ -129,7 +129,7 @@ def send_directory(directory: Path) -> str:
         raise ValueError(
             f"{directory} has nothing of a run" if directory.is_dir() else f"{directory} is not a directory"
         )
-    _require_servers(directory, left)
+    _require_sendable(directory, left)
     touch_own(directory / SENT)
     attempts = list(_attempts_of(left))
     rejected = sum(_send_attempt(attempt, ends_run=attempt is attempts[-1]) for attempt in attempts)
@@ -145,8 +145,8 @@ def send_directory(directory: Path) -> str:
     )
 
 
-def _require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None:
-    """Refuse journals of a server that is not set up here.
+def _require_sendable(directory: Path, journals: Iterable[StoredJournal]) -> None:
+    """Refuse journals of a server that is not set up here, and of a third party's tracker.
 
     One that the job's variables named may have another address here: then this process has a variable too.
 
@@ -159,6 +159,9 @@ def _require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None
         missing = {one: str(address) for one, address in named.items() if not os.environ.get(one)}
         for variable, address in {**missing, **servers_in(journal.header["arguments"])}.items():
             require_server(directory, variable, address, os.environ.get(variable))
+        if (tracker := journal.header["tracker"]) not in SENT_LATER:
+            text = f"{directory} is of tracker={tracker!r}: its own documentation says how its runs are sent"
+            raise TrackerUnavailableError(text, is_outage=False)
 
 
 def _remove_empty(directory: Path) -> None:
@@ -174,16 +177,12 @@ def _journals_in(directory: Path) -> list[StoredJournal]:
 
     Raises:
         ValueError: One is not that of a run.
-        TrackerUnavailableError: One is of a third party's tracker.
     """
     journals = []
     for journal in stored(directory):
         header = journal.header
         if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
             raise ValueError(f"{journal.path} does not say which run it is of")
-        if header["tracker"] not in SENT_LATER:
-            text = f"{directory} is of tracker={header['tracker']!r}: its own documentation says how its runs are sent"
-            raise TrackerUnavailableError(text, is_outage=False)
         check_run_id("id", header["id"], longest=_LONGEST_ID)
         journals.append(journal)
     return journals

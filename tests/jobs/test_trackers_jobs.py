@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,8 +33,8 @@ from flyteplugins_tracking._commands.send import main as send
 from flyteplugins_tracking._runs.sigterm import MainThreadListener
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.journal import stored
-from flyteplugins_tracking.trackers.kept import open_or_keep
+from flyteplugins_tracking.trackers.journal import Line, stored
+from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle, open_or_keep
 
 BUILT_IN = sorted(registry.BUILT_IN)
 
@@ -192,8 +192,32 @@ def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
     assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
 
 
+class Taking(Tracker):
+    """A tracker whose kept runs are sent. It has the rows that it has got."""
+
+    name = title = "taking"
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def open(self, request: Any) -> Handle:
+        return OutboxHandle(request, self, self)
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        self.rows += [line["row"]["a"] for line in lines if "row" in line]
+
+
+@pytest.fixture
+def taking(monkeypatch) -> Taking:
+    made = Taking()
+    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: made)
+    for name in ("jsonl", made.name):
+        monkeypatch.setitem(SENT_LATER, name, ())  # type: ignore[arg-type]
+    return made
+
+
 def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
-    registered, bare_environment, monkeypatch, tmp_path
+    registered, taking, bare_environment, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
 
@@ -207,13 +231,11 @@ def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_bei
     os.truncate(path, path.read_bytes().rindex(b'"a":2') + 3)  # in the last row
     path.with_name("0001-none-jsonl.journal.txt").touch()
     assert send([str(path.parent)]) == 0
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["a"] for line in kept if "a" in line] == [1]
+    assert taking.rows == [1]
 
 
 def test_a_damaged_row_costs_that_row_and_nothing_else(
-    registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
+    registered, taking, bare_environment, monkeypatch, tmp_path, caplog, capsys
 ):
     """A changed byte, and zeros at the end as after a power loss."""
     monkeypatch.chdir(tmp_path)
@@ -229,9 +251,7 @@ def test_a_damaged_row_costs_that_row_and_nothing_else(
     data[data.index(b'{"row":{"a":7}') + 4] ^= 1
     path.write_bytes(data + bytes(4096))
     assert send([str(path.parent)]) == 0
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("damaged/*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["a"] for line in kept if "a" in line] == [n for n in range(20) if n != 7]
+    assert taking.rows == [n for n in range(20) if n != 7]
     assert f"{path} is damaged in 2 places" in caplog.text
     assert [one.name for one in path.parent.glob("*.bad")] == [f"{path.name}.bad"]
     assert send([str(path.parent)]) == 0
@@ -285,26 +305,13 @@ def test_the_pages_tracker_for_a_service_posts_each_row_and_keeps_a_run_in_an_ou
     assert lines("i") == expected
     train("away-later", 503, kill_after_s=1)  # its end does not wait for ever
     train("away", 200)
-    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: tracker)
-    assert send([str(tmp_path / "tracking-offline")]) == 0
-    assert lines("away") == expected
-    assert not list(tmp_path.glob("tracking-offline/*/*.journal.txt"))
+    assert send([str(tmp_path / "tracking-offline")]) == 1
+    assert lines("away") == []
+    (kept,) = stored(tmp_path / "tracking-offline" / "http-away")
+    assert [line["row"] for line in kept.lines() if "row" in line] == [{"a": 1}, {"a": 2}]
     status.append(403)
     with pytest.raises(TrackerUnavailableError, match="403"):
         train("refused", 200)
-
-
-def test_rows_that_the_pages_tracker_cannot_send_stay_in_the_files(posted, tmp_path, monkeypatch, capsys):
-    tracker, _, status = posted
-    status.append(503)
-    with tracking_run(tracker=tracker, project="p", id="i", kill_after_s=1) as run:
-        run.log({"a": 1})
-    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: tracker)
-    monkeypatch.setattr(tracker.__class__.open.__globals__["HttpHandle"], "_is_done", lambda *_: False)
-    status.append(200)
-    assert send([str(tmp_path / "tracking-offline")]) == 1
-    assert "2 rows are not sent" in capsys.readouterr().err
-    assert list(tmp_path.glob("tracking-offline/*/*.journal.txt"))
 
 
 class Waiting:
