@@ -81,4 +81,6 @@ else:  # without the `else`, a type checker would accept every misspelt name
             "tracking_sweep_config",
         ),
     }
-    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES)
+    # What to use instead of a name that has been removed. An entry stays for one release.
+    _REMOVED: dict[str, str] = {}
+    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES, _REMOVED)
