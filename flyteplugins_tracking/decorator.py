@@ -175,7 +175,6 @@ def tracked_function(
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
             with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
                 result = await function(*args, **kwargs)
-                call.context.on_return(call)
             published = call.publish_files(is_async=True)
             if published is not None:
                 await published
@@ -188,7 +187,6 @@ def tracked_function(
         with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
-            call.context.on_return(call)
         call.publish_files()
         return result
 

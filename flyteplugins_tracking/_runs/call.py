@@ -119,7 +119,7 @@ class Call(PerProcess):
         self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
     ) -> None:
         """Store the arguments. The test doubles that are active take the place of the tracker and the context."""
-        doubles, outer = _thread_doubles.get() or next(reversed(_doubles), None), current.get()
+        doubles, outer = next(reversed(_doubles), None), current.get()
         self.config = config
         self.tracker = tracker if doubles is None else doubles.tracker(tracker)
         self.context = context if doubles is None else doubles.context(context)
@@ -478,8 +478,7 @@ def _is_clicks(kind: type[BaseException]) -> bool:
 
 # The call of this thread or task.
 current: ContextVar[Call | None] = ContextVar("flyteplugins_tracking_call", default=None)
-# The test doubles of this thread or task; and all of them, the last for threads that do not inherit the context.
-_thread_doubles: ContextVar[Doubles | None] = ContextVar("flyteplugins_tracking_doubles", default=None)
+# The test doubles of the blocks that are open; the last ones are used.
 _doubles: list[Doubles] = []
 
 
@@ -557,16 +556,6 @@ def find_simulated(call: Call) -> list[Call]:
 
 
 @contextmanager
-def detached() -> Iterator[None]:
-    """Keep functions in the block from joining a call around it."""
-    token = current.set(None)
-    try:
-        yield
-    finally:
-        current.reset(token)
-
-
-@contextmanager
 def override(doubles: Doubles) -> Iterator[None]:
     """Use test doubles for the functions that are called in the block, in every thread."""
     _doubles.append(doubles)
@@ -577,20 +566,6 @@ def override(doubles: Doubles) -> Iterator[None]:
         with state.lock:  # a call may still run, in a thread that waits in vain: no later call must join it
             state.calls[:] = [call for call in state.calls if call.doubles is not doubles]
             state.runs[:] = [run for run in state.runs if run.opener.doubles is not doubles]
-
-
-@contextmanager
-def override_here(doubles: Doubles) -> Iterator[None]:
-    """Use test doubles in this thread or task only. They take precedence over `override`.
-
-    Functions in the block join no call around it.
-    """
-    token = _thread_doubles.set(doubles)
-    try:
-        with detached():
-            yield
-    finally:
-        _thread_doubles.reset(token)
 
 
 def _all_trackers(tracker: Tracker) -> list[Tracker]:

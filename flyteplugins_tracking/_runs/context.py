@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.call import Call
     from flyteplugins_tracking.trackers.base import Tracker
 
 # What a platform has not set.
@@ -89,9 +88,6 @@ class ExecutionContext(Record):
     def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:  # noqa: ARG002
         """Let the tasks that are called in the block continue `run`."""
         return nullcontext()
-
-    def on_return(self, call: Call) -> None:
-        """Called when the function has returned, and its run is open. An error here is the function's."""
 
 
 class ProcessContext(ExecutionContext):
