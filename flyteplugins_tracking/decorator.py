@@ -249,7 +249,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
         if self._was_entered:
             raise ConfigError("this tracking_run(...) has had its block: make another one for the next block")
         is_task = self._call.context.can_publish_files  # and not only a script with flytekit
-        if is_task and not self._call.is_simulated and here() is None:
+        if is_task and here() is None:
             raise ConfigError("tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task")
         process = sys.modules.get("multiprocessing.process")
         if process is not None and getattr(process.current_process(), "_inheriting", False):

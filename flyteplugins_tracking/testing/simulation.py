@@ -1,7 +1,7 @@
 """The test kit: `simulate` calls a tracked function once per rank in this process, and records its runs.
 
-The library's own code decides about runs, as in a job: topology, plan and lifecycle. Test doubles replace everything
-outside the process: the launcher, the tracker and its service, signals, and other processes.
+The library's own code decides about runs, as in a job: topology, plan and lifecycle. Its world has nothing that is
+outside the process: no launcher, no service, no signals, and no other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import override_distributed_info
-from flyteplugins_tracking._runs.call import Doubles, current, exit_code_of, override
+from flyteplugins_tracking._runs.call import World, current, exit_code_of, override
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking._util.proc import variables
@@ -31,6 +31,8 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.testing.openings import recorded_openings
 from flyteplugins_tracking.testing.recorder import RecordedRuns, RecordingTracker, Store
+from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 T = TypeVar("T")
 
@@ -149,18 +151,18 @@ def simulate(
         distributed = False
     requested = requested if requested is not None and distributed else NodeRequest(1, 1, 1)
     sizes = _sizes(num_workers, nproc_per_node, requested, distributed)
-    process = _Process()
+    world = _SimulatedWorld()
     for stores in _recordings:
-        stores.append(process.store)
+        stores.append(world.store)
     infos = iter_ranks(sizes, launcher=_SIMULATED, job_id=_SIMULATED)
-    with recorded_openings(), _without_variables_of_launchers(), override(process.doubles):
+    with recorded_openings(), _without_variables_of_launchers(), override(world):
         call = functools.partial(function, *args, **(kwargs or {}))
-        ranks = _without_loop(lambda: tuple(process.run(call, info, distributed) for info in infos))
-    if not process.has_tracked:
+        ranks = _without_loop(lambda: tuple(world.run(call, info, distributed) for info in infos))
+    if not world.has_tracked:
         name = getattr(function, "__qualname__", function)
         text = f"{name} called no tracked function on any rank: put @tracking_init on it"
         raise ConfigError(text) from ranks[0].error
-    runs = tuple(process.store.read())
+    runs = tuple(world.store.read())
     return Simulation(ranks, RecordedRuns(lambda: runs))
 
 
@@ -173,11 +175,11 @@ def recording() -> Iterator[RecordedRuns]:
     Yields:
         The runs so far; each use of the sequence reads the current ones.
     """
-    process = _Process()
-    stores = [process.store]
+    world = _SimulatedWorld()
+    stores = [world.store]
     _recordings.append(stores)
     try:
-        with recorded_openings(), _without_variables_of_launchers(), override(process.doubles):
+        with recorded_openings(), _without_variables_of_launchers(), override(world):
             yield RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
     finally:
         _recordings[:] = [other for other in _recordings if other is not stores]
@@ -187,34 +189,34 @@ def recording() -> Iterator[RecordedRuns]:
 _recordings: list[list[Store]] = []
 
 
-class _SimulatedContext(ExecutionContext):
-    """The execution context of functions in a simulation or a recording. It reads no secret."""
-
-    is_simulated: bool = True
-
-
-class _Process:
-    """The process in which functions are simulated or recorded: its runs, and the test doubles of its calls.
+class _SimulatedWorld(World):
+    """The world of functions in a simulation or a recording, with their runs.
 
     Attributes:
         has_tracked: Whether a tracked function was called.
-        context: The execution context of the rank that is simulated, or of a recording.
+        own_context: The execution context of the rank that is simulated, or of a recording. It reads no secret.
     """
+
+    is_real = False
 
     def __init__(self) -> None:
         self.store = Store()
         self.has_tracked = False
-        self.doubles = Doubles(lambda tracker: RecordingTracker(tracker, self.store), self._context)
-        self.context = _SimulatedContext(base_id=_RECORDED, call_counts=Counter())
+        self.own_context = ExecutionContext(base_id=_RECORDED, call_counts=Counter())
 
-    def _context(self, real: ExecutionContext) -> ExecutionContext:
-        """Return the context of a call. It has only the success exceptions of the real one."""
+    def config(self, config: TrackingConfig) -> TrackingConfig:
+        return replace(config, run_file=None, hang_timeout_s=None, pulse_s=None)
+
+    def tracker(self, tracker: Tracker) -> Tracker:
+        return RecordingTracker(tracker, self.store)
+
+    def context(self, context: ExecutionContext) -> ExecutionContext:
         self.has_tracked = True
-        return replace(self.context, success_exceptions=real.success_exceptions)
+        return replace(self.own_context, success_exceptions=context.success_exceptions)
 
     def run(self, call: Callable[[], Any], info: DistributedInfo, is_distributed: bool) -> RankResult:
         """Call a function as one rank, which would be a process of its own in a job."""
-        self.context = _SimulatedContext(base_id=_SIMULATED, call_counts=Counter())
+        self.own_context = ExecutionContext(base_id=_SIMULATED, call_counts=Counter())
         if is_distributed:
             os.environ.update(_torchruns_variables(info))
         result = functools.partial(RankResult, info.rank, info.local_rank or 0, info.worker_index or 0)

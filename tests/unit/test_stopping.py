@@ -146,13 +146,15 @@ def test_a_time_limit_that_nobody_tells_is_said(recorder, monkeypatch, caplog):
 
 
 def test_a_rank_of_a_simulation_asks_itself(recorder):
-    @tracking_init(tracker=recorder)
+    @tracking_init(tracker=recorder, run_mode="new", stop_before_s=5)
     def train() -> bool:
         if get_distributed_info().rank == 1:
-            request_stop()
+            request_stop("enough")
         return should_stop()
 
-    assert simulate(train, 1, 3).returned == (False, True, False)
+    job = simulate(train, 1, 3)
+    assert job.returned == (False, True, False)
+    assert [run.summary.get("stop/reason") for run in job.runs] == [None, "enough", None]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -37,7 +37,7 @@ from flyteplugins_tracking import (
 )
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking._runs.call import _doubles, state
+from flyteplugins_tracking._runs.call import state, worlds
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -69,7 +69,7 @@ def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
         patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was locked on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []
-    assert (state.calls, _doubles, get_run()) == ([], [], None)
+    assert (state.calls, len(worlds), get_run()) == ([], 1, None)
     monkeypatch.undo()
     assert environment() == before
 
