@@ -43,7 +43,6 @@ __all__ = [
     "process_group",
     "request_stop",
     "should_stop",
-    "sweep_agent",
     "tracking_config",
     "tracking_init",
     "tracking_run",
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._sweeps.sweep import (
         get_sweep_id,
         get_sweep_parameters,
-        sweep_agent,
         tracking_sweep,
         tracking_sweep_config,
     )
@@ -75,7 +73,6 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_sweeps.sweep": (
             "get_sweep_id",
             "get_sweep_parameters",
-            "sweep_agent",
             "tracking_sweep",
             "tracking_sweep_config",
         ),
@@ -83,5 +80,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
     # What to use instead of a name that has been removed. An entry stays for one release.
     _REMOVED = {
         "gather_metrics": 'use torch.distributed.gather_object(), as the docs\' page "Values of all ranks" shows',
+        "sweep_agent": "use wandb.agent(get_sweep_id(), function=objective), or the command `wandb agent` for trials "
+        "that are distributed jobs",
     }
     __getattr__, __dir__ = loaded_on_use(globals(), _MODULES, _REMOVED)

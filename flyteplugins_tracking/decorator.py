@@ -176,7 +176,6 @@ def tracked_function(
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
             with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
                 result = await function(*args, **kwargs)
-                call.context.on_return(call)
             published = call.publish_files(is_async=True)
             if published is not None:
                 await published
@@ -189,7 +188,6 @@ def tracked_function(
         with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
-            call.context.on_return(call)
         call.publish_files()
         return result
 
@@ -252,7 +250,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
         if self._was_entered:
             raise ConfigError("this tracking_run(...) has had its block: make another one for the next block")
         is_task = self._call.context.can_publish_files  # and not only a script with flytekit
-        if is_task and not self._call.is_simulated and here() is None:
+        if is_task and here() is None:
             raise ConfigError("tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task")
         process = sys.modules.get("multiprocessing.process")
         if process is not None and getattr(process.current_process(), "_inheriting", False):

@@ -23,7 +23,7 @@ from types import FrameType
 from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
 from flyteplugins_tracking._job.watch import ALONE, WATCH, Duty
 from flyteplugins_tracking._runs import run as runs
-from flyteplugins_tracking._runs.call import Call, find_simulated, here
+from flyteplugins_tracking._runs.call import Call, here
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.signals import critical_section
@@ -70,9 +70,6 @@ def request_stop(reason: str = "request_stop") -> None:
     call = here()
     if call is None:
         logger.warning("request_stop(%r) is ignored: it is not called in a decorated function", reason)
-    elif call.is_simulated:
-        for rank in find_simulated(call):
-            rank.stop_reason = reason
     else:
         stopping = _state.stopping or _start(call)
         stopping.request(reason)
@@ -91,14 +88,13 @@ class Stopping:
         self._timeout_s = min(ROUND_S, self._grace_s)
         self._time_limit: _TimeLimit | None = None
         self._has_usr1 = False
-        self._ranks = Agreement(call.info or ALONE, f"stop/{_functions}", self._on_commit)
-        if call.info is not None and not WATCH.add(
-            call.info, self._ranks, without="only this process is asked to stop"
-        ):
+        self._ranks = Agreement(call.job or ALONE, f"stop/{_functions}", self._on_commit)
+        if call.job is not None and not WATCH.add(call.job, self._ranks, without="only this process is asked to stop"):
             self._ranks = Agreement(ALONE, f"stop/{_functions}", self._on_commit)
         self.counter: CallCounter = self._ranks.counter
-        self._watch_signals()
-        self._watch_time_limit()
+        if call.world.is_real:
+            self._watch_signals()
+            self._watch_time_limit()
 
     def request(
         self, reason: str, timeout_s: float | None = None, otherwise: Callable[[str], object] = lambda _: None
@@ -265,8 +261,6 @@ def _first_call(_: int) -> bool:
     call = here()
     if call is None:
         return False
-    if call.is_simulated:
-        return call.stop_reason is not None
     return _start(call).counter.next()
 
 

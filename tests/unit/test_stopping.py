@@ -145,17 +145,16 @@ def test_a_time_limit_that_nobody_tells_is_said(recorder, monkeypatch, caplog):
     assert "stop_before_s=5 is ignored: the launcher names no time limit" in caplog.text
 
 
-def test_the_ranks_of_a_simulation_that_are_running_are_asked(recorder):
-    together = threading.Barrier(4)
-
-    @tracking_init(tracker=recorder)
+def test_a_rank_of_a_simulation_asks_itself(recorder):
+    @tracking_init(tracker=recorder, run_mode="new", stop_before_s=5)
     def train() -> bool:
-        together.wait(30)
         if get_distributed_info().rank == 1:
-            request_stop()
-        return loops()
+            request_stop("enough")
+        return should_stop()
 
-    assert simulate(train, 1, 4, threads=True).returned == (True,) * 4
+    job = simulate(train, 1, 3)
+    assert job.returned == (False, True, False)
+    assert [run.summary.get("stop/reason") for run in job.runs] == [None, "enough", None]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
