@@ -82,7 +82,7 @@ class Failure:
 
     def __str__(self) -> str:
         what = [self.type, self.message] if self.traceback else [self.message]
-        return ": ".join([f"rank {self.rank} on {self.host}", *filter(None, what)])
+        return ": ".join([f"rank {self.rank} on {self.host}", *(str(word) for word in what if word)])
 
 
 def clean_message(text: str) -> str:

@@ -10,6 +10,7 @@ The exits of this machine's ranks (`siblings`) tell of those that announce nothi
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -25,7 +26,10 @@ from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.warn_once import WarnOnce
 
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 # A handler of torchelastic's, which its forked workers inherit, raises this on SIGTERM.
 _TERMINATION = "SignalException"
 # How long a rank that has only lost another one waits for that one's notice.
@@ -168,7 +172,7 @@ class _Notices(Duty):
         board = self.board.of_topic(_topic(is_secondary))
         if is_secondary not in self._starts:
             self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
-        texts = board.numbered_texts(self._starts[is_secondary], found)
+        texts = board.texts(self._starts[is_secondary], found)
         found.update({number: from_text(Failure, text) for number, text in texts.items()})
         return bool(texts)
 
@@ -260,7 +264,11 @@ class FailureReader:
         return None if cause is None or (cause.is_secondary and is_preempted) else Verdict(cause, len(failures) - 1)
 
     def _announced(self, limit_s: float = _READ_S) -> list[Failure]:
-        return [] if self._notices is None else self._notices.read(limit_s)
+        try:
+            return [] if self._notices is None else self._notices.read(limit_s)
+        except (TypeError, ValueError):
+            _warn_once("notices", "the failures that other ranks have announced cannot be read", exc_info=True)
+            return []
 
     def _failures(
         self, info: DistributedInfo, own: Failure | None, terminated_at: float | None, has_succeeded: bool
