@@ -177,12 +177,6 @@ def restarts(job: str) -> dict[str, Restart]:
             ],
             ids=[f"{job}-restarted"],
         ),
-        "a process on each host of SageMaker, after a spot interruption": Restart(
-            killed_then_again(
-                processes=pods(SM_HOSTS='["algo-0", "algo-1"]', SM_CURRENT_HOST="algo-{}", TRAINING_JOB_NAME=job)
-            ),
-            ids=[f"{job}-restarted"],
-        ),
         "a program by itself in a batch job, a requeue": Restart(
             [
                 Attempt([first], settings=KILLED, succeeds=False),
