@@ -120,8 +120,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             Nothing is ended. None for never.
         pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the
             next row of the primary rank also has `ranks/slowest`, the rank that the others wait for,
-            `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory,
-            network, disks and GPUs. It uses no collective. None for never.
+            `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and, with the extra `pulse`,
+            `nodes/*`: CPU, memory, network, disks and GPUs. It uses no collective. None for never.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.

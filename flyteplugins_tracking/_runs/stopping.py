@@ -12,12 +12,10 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from types import FrameType
 
 from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
@@ -35,8 +33,6 @@ SIGTERM, SIGUSR1, TIME_LIMIT = "SIGTERM", "SIGUSR1", "time limit"
 _LATER_S = 1.0
 # How long a signal waits for the start, which may connect to the job's store.
 _PATIENCE_S = 5.0
-# How long Slurm may take to tell a job's time limit.
-_SQUEUE_S = 5.0
 
 
 def should_stop() -> bool:
@@ -179,7 +175,8 @@ class Stopping:
             return
         ends_at = _time_limit(self._call.timeout_s)
         if ends_at is None:
-            logger.warning("stop_before_s=%g is ignored: the launcher names no time limit", before_s)
+            text = "stop_before_s=%g is ignored: the launcher names no time limit. Slurm does since 23.02; "
+            logger.warning(text + "before, export SLURM_JOB_END_TIME in the batch script", before_s)
             return
         self._time_limit = _TimeLimit(ends_at - before_s, self.request)
         WATCH.add(info or ALONE, self._time_limit, without="stop_before_s is ignored")
@@ -213,24 +210,11 @@ def _time_limit(timeout_s: float | None) -> float | None:
     if text.isdecimal():
         return float(text)
     if timeout_s is None:
-        return _told_by_squeue(os.environ.get("SLURM_JOB_ID"))
+        return None
     # The pod's process: torchelastic's agent, if this is a worker of it.
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ
     pod = proc.nearest_without("TORCHELASTIC_RUN_ID") if is_worker else os.getpid()
     return proc.started_at(pod) + timeout_s
-
-
-def _told_by_squeue(job_id: str | None) -> float | None:
-    """Return when a job of Slurm's ends, as an older Slurm tells it; None if it does not."""
-    if not job_id:
-        return None
-    command = ["squeue", "--noheader", "--format=%e", f"--jobs={job_id}"]
-    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    try:
-        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SQUEUE_S)  # noqa: S603
-        return datetime.fromisoformat(told.stdout.strip()).timestamp()
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
 
 
 def request_of_service(service: str, otherwise: Callable[[], object]) -> None:

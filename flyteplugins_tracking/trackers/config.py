@@ -178,8 +178,8 @@ class TrackingConfig(Record):
     pulse_s: float | None = None
     """Seconds between two measurements of which rank is slow and of how busy each node is. After each, the next row of
     the primary rank also has `ranks/slowest`, the rank that the others wait for, `ranks/own_time/*`,
-    `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory, network, disks and GPUs. It
-    uses no collective. None for never."""
+    `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and, with the extra `pulse`, `nodes/*`: CPU, memory,
+    network, disks and GPUs. It uses no collective. None for never."""
 
     stop_before_s: float | None = None
     """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job
