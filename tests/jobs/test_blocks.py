@@ -32,6 +32,7 @@ def rows(run: StoredRun) -> list[tuple[int, int]]:
     return [(row["attempt"], row["row"]) for row in run.rows]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "runs"),
     [
@@ -50,8 +51,9 @@ def test_each_block_has_its_run_with_its_rows_and_status(tmp_path: Path, how: st
     assert [(one.exit_code, rows(one)) for one in done.runs] == [(0, [(0, row) for row in range(5)])] * runs
 
 
-@pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("end", "code", "status"), [("raise", 1, 1), ("exit", 5, 5)])
+@pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])
 def test_the_run_has_the_status_of_the_block(tmp_path: Path, how: str, end: str, code: int, status: int) -> None:
     done = run(tmp_path, how, end={"0": end})
     (one,) = done.runs
@@ -72,6 +74,7 @@ def test_a_block_cannot_be_entered_again(tmp_path: Path) -> None:
     assert [one.exit_code for one in done.runs] == [0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("run_mode", "codes"), [("auto", [1]), pytest.param("shared", [1, 1], marks=pytest.mark.full), ("new", [1])]
 )
@@ -92,6 +95,7 @@ def test_sigterm_ends_the_block_with_143_and_all_rows(tmp_path: Path) -> None:
     assert (one.exit_code, len(one.rows)) == (143, 5), done.output
 
 
+@pytest.mark.full
 def test_a_restart_after_sigkill_goes_on_in_the_run(tmp_path: Path) -> None:
     launcher = (*TWO_RANKS, "--max-restarts=1")
     done = run(tmp_path, launcher=launcher, end={"0": "kill", "1": "hang"})
@@ -215,6 +219,7 @@ if __name__ == "__main__":
 CODES = {"raise": 1, "text": 1, "code": 7, "none": 0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "end", "code"),
     [
@@ -256,6 +261,7 @@ def test_a_script_runs_under_the_command_as_without_it(tmp_path: Path, words: li
     assert (run.project, run.exit_code, run.config["end"], len(run.rows)) == ("ours", code, end, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "missing.py': [Errno 2] No such file"), ("x = (", "SyntaxError")]
 )
@@ -282,6 +288,7 @@ def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
     assert [run.exit_code for run in done.runs] == [0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "script",
     [

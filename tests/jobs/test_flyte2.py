@@ -157,6 +157,7 @@ def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
 # Parents and children
 
 
+@pytest.mark.full
 def test_children_continue_the_parents_run_or_have_their_own(pod, server):
     done = pod("parent", module=WORKERS, children=True)
     assert done.outputs is not None, done.output

@@ -42,6 +42,7 @@ def succeeded(done: jobs.Done) -> jobs.Done:
     return done
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("task", "calls"),
     [
@@ -145,6 +146,7 @@ def test_a_pod_with_elastic_workers(tmp_path, task):
     assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 0)]
 
 
+@pytest.mark.full
 def test_a_failing_pod_writes_its_error_and_a_failed_run(tmp_path):
     done = flyte1_pods.run("failing", tmp_path, module="flyte_workers")
     assert list((tmp_path / "out").glob("error*.pb")), done.output
@@ -285,6 +287,7 @@ def test_links_of_class_decorators_inside_are_kept(templates):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how",
     [

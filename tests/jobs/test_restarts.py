@@ -241,12 +241,12 @@ RARE = {
 def tier_of(kind: str) -> pytest.MarkDecorator | tuple[()]:
     if kind in RARE:
         return pytest.mark.wide
-    return () if "requeue" in kind or "run_file" in kind else pytest.mark.full
+    return () if kind in (KINDS[0], "srun, a requeue", "torchrun in a batch job, a requeue") else pytest.mark.full
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, marks=() if one in ("wandb", "trackio") else pytest.mark.full) for one in TRACKERS],
+    params=[pytest.param(one, marks=() if one == "wandb" else pytest.mark.full) for one in TRACKERS],
 )
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
@@ -356,6 +356,7 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.crossed
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
@@ -410,6 +411,7 @@ def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script:
     assert sorted(map(str, job.points.values())) == sorted(map(str, [requeued, other]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -441,6 +443,7 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert json.loads(path.read_text())["trackio"]["has_ended"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(
     ("tracking", "variables"),
@@ -483,6 +486,7 @@ def test_an_attempt_that_may_not_resume_has_a_run_of_its_own(
     assert list(job.points.values()) == [Counter(("rank0", n) for n in range(ROWS))] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     """A backup by `cp -al` of what a killed job has left, and a symbolic link."""
@@ -580,6 +584,7 @@ def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     assert output.count("run_file=") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
     """As root, a name in /dev could be replaced."""
@@ -594,6 +599,7 @@ def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
     assert len(job.points) == 2
 
 
+@pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_another_users_file_stays_and_costs_a_warning(job: Job) -> None:
@@ -693,6 +699,7 @@ def test_ranks_wait_for_a_first_rank_that_loads_its_data_before(job: Job) -> Non
     assert len(job.points) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
     """As Lustre without `flock`, which is not to be had here."""
@@ -722,6 +729,7 @@ def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
     assert all(output.count("its file system has no locks") == 1 for output in outputs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
     script = job.directory / "stacked.py"
