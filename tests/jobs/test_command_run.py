@@ -194,7 +194,7 @@ pool.submit(later, 2)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "code", "status", "told"),
     [

@@ -104,6 +104,7 @@ def test_a_task_that_raises_has_a_failed_run(pod, server):
     assert values(server.run("r1-fails").rows, "fails") == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_a_task_that_exits_has_a_failed_run(pod, server):
     skip_where_lost("flyte", "sys.exit")
     assert pod("exits").returncode == 3
@@ -127,6 +128,7 @@ def test_a_retry_in_local_mode_continues_the_run(tmp_path):
     assert sorted(run.exit_code for run in done.runs) == [0, 1]
 
 
+@pytest.mark.full
 def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     done = pod("calls_functions")
     assert done.outputs == [["r1-calls_functions", "r1-calls_functions-2"]], done.output

@@ -26,6 +26,7 @@ def commands_in(output: str) -> list[str]:
     return re.findall(r": to look at run .*?: (.*)", output)
 
 
+@pytest.mark.full
 def test_wandbs_viewer_shows_the_rows_of_all_nodes(tmp_path):
     """Two nodes with one file system: the primary's last line leads to both nodes' rows, and to how to send them."""
     tracking = {"project": "p", "id": RUN_ID, "run_mode": "shared"}

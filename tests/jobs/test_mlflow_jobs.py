@@ -235,6 +235,7 @@ def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_
     assert sorted(steps) == list(range(len(steps)))
 
 
+@pytest.mark.full
 def test_logging_makes_no_request_and_all_rows_arrive(server, tmp_path):
     """The benchmark holds the figure of 0.2 ms; a request takes milliseconds."""
     done = jobs.python(tmp_path, SCRIPT, "cost", "cost", env=environment(server))

@@ -82,6 +82,7 @@ def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_
     assert done.runs[0].id.startswith("env-")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nodes", NODES)
 def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes):
     with job(tmp_path) as started:

@@ -356,9 +356,16 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.crossed
-@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind, marks=() if kind in ("two trainings with one run_file", "two jobs of Slurm") else pytest.mark.full
+        )
+        for kind in SEVERAL
+    ],
+)
 def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
     for attempt, tracking in SEVERAL[kind](f"j{secrets.token_hex(4)}"):
         job.run(attempt, tracking)
@@ -519,6 +526,7 @@ def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job
     assert json.loads(path.read_text())["wandb"]["entity"] == "another-team"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_failed(job: Job) -> None:
     """Calls that end together, in threads, write the file one after the other."""
@@ -566,6 +574,7 @@ def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_
     assert len({*before, *after}) == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     (job.directory / "a-file").touch()
@@ -655,6 +664,7 @@ def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job)
     assert job.points[own_id] == Counter(("rank0", n) for n in (*range(100, 100 + ROWS), *range(2 * ROWS, 3 * ROWS)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "backend",
     ["trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("wandb", "mlflow", "pluto"))],
@@ -753,6 +763,7 @@ def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
     assert sorted(json.loads((job.directory / "run.json").read_text())) == ["trackio", "wandb"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_ranks_that_torchrun_starts_again_stay_in_the_files_run_if_rank_0_had_returned(job: Job) -> None:
     script = job.directory / "late.py"

@@ -344,6 +344,7 @@ def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
         assert sorted(row["number"] for row in run.rows) == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_a_run_that_another_rank_has_logged_to_before_is_no_resumed_one(tmp_path):
     """A script that loads its checkpoint if `run.resumed` would look for one that nobody has written."""
     with WandbServer() as server:

@@ -60,6 +60,7 @@ def ragged_nodes(tmp_path_factory: pytest.TempPathFactory):
     return jobs.nodes(directory, [3, 1], ["--rdzv-id=job"], tracking={"run_mode": "new", "rank_scope": "worker"})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank_scope", ["global", "worker"])
 @pytest.mark.parametrize("run_mode", ["auto", "new"])
 def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ranks, run_mode, rank_scope):

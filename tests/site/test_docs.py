@@ -310,6 +310,7 @@ def test_each_warning_of_the_page_is_a_quote():
     assert [row for row in rows if not row.startswith('| "')] == []
 
 
+@pytest.mark.full
 def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     (tmp_path / "train.py").write_text(PYTHON["README/train.py"].code)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -88,6 +88,7 @@ def tracked(**options) -> Callable[..., int]:
     return train
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", [True, False])
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 3, 2], [1]])
 def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
@@ -114,6 +115,7 @@ def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
     assert os.environ.items() >= OUTER.items()  # they are back
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [True, False])
 @pytest.mark.parametrize(
     ("primary_rank", "primary"), [(2, 2), (-1, 5), (lambda info: info.world_size - 2, 4)], ids=["2", "-1", "callable"]
@@ -157,6 +159,7 @@ def test_a_callable_is_called_once_per_rank_and_call():
     assert asked == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("primary_rank", "error", "message"),
     [
@@ -494,6 +497,7 @@ def test_an_exception_of_pytest_is_not_the_error_of_a_rank(threads):
         simulate(tracking_init(lambda: pytest.fail("in the function")), threads=threads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.wide)])
 def test_thousands_of_ranks_take_seconds_and_no_thread(recwarn, workers):
     threads = set()
