@@ -199,6 +199,7 @@ def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> 
     assert (again.returncode, len(server.run("r").rows), len(server.run("r").artifacts)) == (0, 5, len(run.artifacts))
 
 
+@pytest.mark.full
 def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.status(503)):
@@ -211,6 +212,7 @@ def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["taken", "gone", pytest.param("refused", marks=pytest.mark.wide)])
 def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
     """`wandb sync` ends with 0 in any case."""
@@ -233,6 +235,7 @@ def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("files", "named"),
     [

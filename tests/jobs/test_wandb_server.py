@@ -18,6 +18,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+pytestmark = pytest.mark.full
 
 QUICK = {  # whole seconds, or wandb takes its own: 15 s between transmissions, 2-60 s between retries
     "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1",
@@ -94,7 +95,6 @@ def test_a_resumed_run_continues(server, tmp_path):
     ("counts_on_upsert", "kept", "overwritten"),
     [(False, [20, 21, 22], 3), (True, [10, 11, 12, 20, 21, 22], 0)],
 )
-@pytest.mark.full
 def test_a_run_that_is_not_resumed_is_overwritten_unless_it_was_counted(tmp_path, counts_on_upsert, kept, overwritten):
     with WandbServer(counts_on_upsert=counts_on_upsert) as server:
         for attempt in ("1", "2"):
@@ -110,7 +110,6 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(server, tmp_path):
     assert server.runs == []
 
 
-@pytest.mark.full
 def test_shared_writers_keep_their_rows_apart_and_one_that_is_not_shared_is_noticed(server, tmp_path):
     writers = [start(server, tmp_path, "shared_writer", writer) for writer in ("1", "2")]
     for writer in writers:
@@ -170,7 +169,6 @@ def test_no_row_is_lost_in_a_fault_that_passes(server, tmp_path, fault):
     assert run.connections == (2 if fault.kind == "refuse" else 1)
 
 
-@pytest.mark.full
 def test_the_client_gives_up_at_a_400_and_the_run_stays_open(server, tmp_path):
     process = start(server, tmp_path, "until_stopped")
     server.wait_for(lambda: server.run("r").rows)
@@ -205,7 +203,6 @@ def test_a_preempting_run_ends_in_the_state_of_its_exit_code(server, tmp_path, e
     assert (server.run("r").state, server.run("r").exit_codes) == (state, [exit_code])
 
 
-@pytest.mark.full
 def test_many_rows_arrive_in_order_also_compressed(server, tmp_path, monkeypatch):
     compressed = []
     decompress = gzip.decompress
@@ -216,7 +213,6 @@ def test_many_rows_arrive_in_order_also_compressed(server, tmp_path, monkeypatch
     assert compressed
 
 
-@pytest.mark.full
 def test_an_agent_runs_the_trials_of_a_sweep_until_the_grid_is_done(server, tmp_path):
     done = train(server, tmp_path, "agents")
     assert done.returncode == 0, done.output
@@ -238,7 +234,6 @@ def test_an_agent_runs_the_trials_of_a_sweep_until_the_grid_is_done(server, tmp_
     assert server.unknown_operations == []
 
 
-@pytest.mark.full
 def test_a_trial_that_raises_fails_its_run_and_the_sweep_goes_on(server, tmp_path):
     done = train(server, tmp_path, "failing_trial")
     assert done.returncode == 0, done.output

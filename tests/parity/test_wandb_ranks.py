@@ -12,6 +12,7 @@ from parity.table import table_of
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 pytest.importorskip("torch")
+pytestmark = pytest.mark.full
 
 TABLE = table_of("wandb")
 
