@@ -105,16 +105,6 @@ class Job:
         return self.logged() <= points <= self.logged("logs")
 
 
-@pytest.fixture(scope="module")
-def modes(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, dict[str, Kept]]:
-    """A job that is in each mode and scope, one after the other, and ends with an exception; and its runs."""
-    job = Job(backend, tmp_path_factory.mktemp("modes"), "modes")
-    done = job.ended()
-    assert done.returncode != 0
-    assert "made to fail" in done.output
-    return job, {run.id: run for run in job.runs}
-
-
 def test_the_doctor_reports_whether_the_service_can_be_used(backend, tmp_path):
     for variables, is_there in ((backend.environment(), True), (backend.missing(tmp_path), False)):
         command = ["-m", "flyteplugins_tracking", "--json", "--tracker", backend.name]
@@ -135,11 +125,25 @@ def expected_runs(mode: str, scope: str) -> dict[str, tuple[str, set[int]]]:
     return {base + suffix: (base if suffix else "", {0} if mode == "auto" else set(range(RANKS)))}
 
 
-def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, subtests):
+def test_a_job_in_each_mode_and_scope_that_ends_with_an_exception(backend, tmp_path, subtests):
+    job = Job(backend, tmp_path, "modes")
+    done = job.ended()
+    assert done.returncode != 0
+    assert "made to fail" in done.output
+    runs = {run.id: run for run in job.runs}
     for mode in ("auto", "new", "shared"):
         for scope in ("global", "worker"):
-            with subtests.test(mode=mode, scope=scope):
-                check_runs(*modes, mode, scope)
+            with subtests.test("each run has its rows once", mode=mode, scope=scope):
+                check_runs(job, runs, mode, scope)
+    with subtests.test("a rank without a run loads nothing of the vendor"):
+        in_auto = [line[3:6] for line in job.notes() if line[:2] == ["ran", "auto"]]
+        assert sorted(in_auto) == sorted(
+            [["0", "True", str(backend.package != "")], *([str(r), "False", "False"] for r in range(1, RANKS))] * 2
+        )
+    with subtests.test("an exception is a failure"):
+        failed = runs["failing"]
+        assert (len(failed.points), {key for key, _ in failed.points}) == (20, {"rank0"})
+        assert (failed.status, failed.ends or 1) == ("failed", 1)
 
 
 def check_runs(job: Job, runs: dict[str, Kept], mode: str, scope: str) -> None:
@@ -181,14 +185,6 @@ def test_the_last_rank_can_be_the_primary(backend, tmp_path):
     assert logged == job.logged() == job.logged("logs")
 
 
-def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
-    job, _ = modes
-    in_auto = [line[3:6] for line in job.notes() if line[:2] == ["ran", "auto"]]
-    assert sorted(in_auto) == sorted(
-        [["0", "True", str(backend.package != "")], *([str(r), "False", "False"] for r in range(1, RANKS))] * 2
-    )
-
-
 @default_for("wandb", full=("mlflow", "jsonl"))
 def test_a_restart_continues_the_run(backend, tmp_path):
     job = Job(backend, tmp_path, "restart", "--max-restarts=1")
@@ -224,13 +220,6 @@ def test_the_pulse_and_the_load_of_all_nodes_join_the_rows_of_the_function(backe
     initialised = sorted(path.name for path in tmp_path.glob("nvml-*"))
     assert initialised == ["nvml-0", "nvml-2"]  # local rank 0 of each node
     assert run.status == "finished"
-
-
-def test_an_exception_is_a_failure(modes):
-    _, runs = modes
-    failed = runs["failing"]
-    assert (len(failed.points), {key for key, _ in failed.points}) == (20, {"rank0"})
-    assert (failed.status, failed.ends or 1) == ("failed", 1)
 
 
 @default_for("wandb", full=("pluto",))
