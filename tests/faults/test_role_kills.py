@@ -28,6 +28,7 @@ def require_each_row_once(job, *names):
     assert job.server.runs[0].mixed_writers is False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["rollout-0", pytest.param("owner", marks=pytest.mark.wide)])
 def test_a_job_that_is_killed_again_and_again_loses_no_row(job, victim):
     """The other job logs meanwhile, and is not disturbed."""

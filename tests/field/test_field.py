@@ -225,13 +225,16 @@ def faults_of(script: Script) -> list[str]:
 UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none")}
 
 
+DEFAULT_TIER = ("module_level", "sixty_arguments", "tensorboard_sync", "trainer_class/main")
+
+
 def tier_of(form: Callable[[str], list[str]], name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Each script meets a fault in `make test`, and some meet one under `run` in `make test-all`.
+    """Each script meets a fault in `make test-all`, those of `DEFAULT_TIER` in `make test` too; and some do under `run`.
 
     `make test-wide` has all pairs.
     """
     if fault == (SCRIPTS[name].brief if form is moved else "exception" if name == "module_level" else ""):
-        return ()
+        return () if name in DEFAULT_TIER else (pytest.mark.full,)
     return (pytest.mark.full if form is under_run and (name, fault) in UNDER_RUN else pytest.mark.wide,)
 
 
@@ -286,6 +289,7 @@ def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "status"),
     [

@@ -138,6 +138,7 @@ def require_axes_and_configs(job):
     assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
 
 
+@pytest.mark.full
 def test_offline_roles_are_sent_into_a_live_run(of_wandb):
     job = of_wandb
     owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
@@ -246,6 +247,7 @@ def test_a_role_of_trackio_reads_and_keeps_the_config_that_it_sets(job):
     assert job.stored.status == "finished"
 
 
+@pytest.mark.full
 @default_for("wandb", "trackio", others="wide")
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
@@ -271,6 +273,7 @@ def test_params_and_tags_of_a_role_are_its_own(job):
     assert job.run("rollout-1", rows=1).returncode == 0
 
 
+@pytest.mark.full
 @default_for("wandb", "trackio", others="wide")
 def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.run(roles=ROLES, rows=3).returncode == 0
@@ -281,6 +284,7 @@ def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert as_left(job) == as_left(job, before)
 
 
+@pytest.mark.full
 def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(of_wandb):
     owner = of_wandb.start(roles=ROLES, rows=3, ends="stop")
     of_wandb.wait("open-owner", owner)
@@ -375,6 +379,7 @@ def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row
     assert job.stored.status == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "backend",
     ["trackio", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mlflow", "pluto"))],
@@ -459,6 +464,7 @@ def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
     assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
+@pytest.mark.full
 def test_columns_that_a_role_defines_are_its_own(of_wandb):
     """The recording server keeps the definitions of the last writer only."""
     job = of_wandb
@@ -487,6 +493,7 @@ def test_one_process_has_one_role_of_a_run_of_wandb(of_wandb):
     assert job.stored.status == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(of_wandb, order):
     """The primary may open the run after another node of its job."""
@@ -511,6 +518,7 @@ def variables_of(node):
     return {name: str(value) for name, value in of_rank.items()}
 
 
+@pytest.mark.full
 def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
     """The owner is stopped, and a role ends; then the owner is back, and has logged little, when another role ends."""
     with BACKENDS["wandb"](tmp_path / "server") as running:
@@ -533,6 +541,7 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
+@pytest.mark.full
 def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(of_wandb):
     """The owner resumes with the summary that the run had before."""
     job = of_wandb
@@ -582,6 +591,7 @@ def test_a_slurm_array_has_a_role_for_each_task(of_wandb):
         assert job.arrived(name) == job.logged(name)
 
 
+@pytest.mark.full
 def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
     """Also after rows that it was given steps for, and after a kill."""
     with WandbServer(replaces=True) as server:
@@ -605,6 +615,7 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)], indirect=True)
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
@@ -643,6 +654,7 @@ def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
 # A service whose answers are old
 
 
+@pytest.mark.full
 def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(of_wandb):
     """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
     job = of_wandb
@@ -682,6 +694,7 @@ def killed_with_rows_left(job, rows=3000):
     return owner
 
 
+@pytest.mark.full
 def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(of_wandb):
     job = of_wandb
     owner = killed_with_rows_left(job)
@@ -694,6 +707,7 @@ def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(o
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
+@pytest.mark.full
 def test_rows_that_a_kill_has_left_are_sent_beside_the_function(of_wandb):
     """W&B does not say which rows it has before the function has begun; or never: then the command sends them."""
     job = of_wandb
