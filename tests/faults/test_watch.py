@@ -396,20 +396,6 @@ def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
     assert found.state == ("failed" if is_killed else "finished")
 
 
-@pytest.mark.wide
-def test_a_run_whose_directory_is_renamed_goes_on(tmp_path):
-    """It is another run for the watcher, which has it open: as if an attempt online had had it meanwhile."""
-    with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.watch()
-        here.wait_for_more_rows(watcher)
-        (here.directory / "wandb").rename(here.directory / "renamed")
-        for _ in range(2):
-            here.wait_for_more_rows(watcher)
-        end(attempt)
-        wait_until(lambda: here.state == "failed" and not journals_left(here.directory), watcher)
-        here.assert_each_once()
-
-
 def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_does_not_stop_the_others(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         other, missing, file = here.directory / "other", here.directory / "missing", here.directory / "file"

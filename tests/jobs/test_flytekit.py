@@ -87,14 +87,6 @@ def test_two_local_executions_in_a_row_make_two_runs(elastic):
     assert len(set(opened)) == 2
 
 
-@pytest.mark.full
-def test_an_exception_in_an_elastic_worker_is_a_failed_run(tmp_path):
-    done = jobs.python(tmp_path, WORKERS, "failing")
-    assert done.returncode != 0
-    assert "made to fail" in done.output
-    assert [run.exit_code for run in done.runs] == [1]
-
-
 def test_pyflyte_run(tmp_path):
     pyflyte = Path(sys.executable).with_name("pyflyte")
     done = jobs.run([pyflyte, "run", TASKS, "above", "--n", "1"], tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support import jobs
 from support.backends import pluto_environment
-from support.kills import kill_process, kill_with_children, logged, logged_by_killed_training, moments
+from support.kills import kill_with_children, logged
 from support.loopback import Fault
 from support.pluto_server import KEY, PlutoServer, RecordedRun
 from support.waiting import wait_for_file, wait_until
@@ -337,17 +337,6 @@ def test_a_proxy_that_only_the_data_names_gets_no_key(tmp_path):
             done = jobs.run(command, tmp_path, pluto_environment(server))
         assert (done.returncode, fault.hits) == (0, 0), done.output
         assert len(server.run("kept").charted["x"]) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the rank", "the rank and its uploader"])
-def test_every_row_arrives_once_whenever_a_rank_is_killed(tmp_path, kill):
-    with PlutoServer() as server:
-        rows = logged_by_killed_training(tmp_path, "pluto", "p", pluto_environment(server), moments(3), kill=kill)
-        run = server.run("killed")
-    assert_each_once(run, rows)
-    assert run.statuses == ["COMPLETED"]
-    assert not (tmp_path / ".pluto").exists()
 
 
 def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):

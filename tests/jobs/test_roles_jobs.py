@@ -332,28 +332,6 @@ def test_several_roles_that_wait_for_their_run_all_join(of_wandb):
     assert {name: job.stored.config[name] for name in names} == {name: {"of": name} for name in names}
 
 
-@pytest.mark.wide
-def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(of_wandb):
-    """Each is a process with a wandb-core of its own: together they take about 4 GB."""
-    job, names = of_wandb, [f"rollout-{number}" for number in range(50)]
-    owner = job.start(roles=names, rows=5, ends="stop")
-    job.wait("open-owner", owner)
-    more, patient = {"rows": 20, "begins": "all-are-there"}, {"init_timeout_s": 400, "kill_after_s": 400}
-    many = [job.start(name, arguments={"config": {"of": name}, **patient}, **more) for name in names]
-    for name, process in zip(names, many, strict=True):
-        job.wait(f"pid-{name}", process)
-    job.go("all-are-there")
-    assert {job.finish(one, 500).returncode for one in many} == {0}
-    job.go("stop")
-    assert job.finish(owner).returncode == 0
-    stored = job.stored
-    for name in names:
-        arrived = {value: count for (key, value), count in stored.points.items() if key == f"{name}/rank0"}
-        assert arrived == job.logged(name)
-    assert {name: stored.config[name] for name in names} == {name: {"of": name} for name in names}
-    assert (stored.status, len(job.server.runs[0].clients)) == ("finished", 51)
-
-
 @pytest.mark.full
 def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row(of_wandb):
     """At moments that are all over their lives; and then once more, to the end."""

@@ -57,17 +57,6 @@ def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_
     assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
 
 
-@pytest.mark.wide
-def test_a_long_end_says_what_it_waits_for(tmp_path):
-    with WandbServer() as server:
-        server.fault = Fault.slow(40, only="upload")
-        done = jobs.finish(start(server, tmp_path, files=["artifact"]), tmp_path)
-        assert (server.run("r").state, server.run("r").committed.keys()) == ("finished", {"weights"}), done.output
-    assert done.returncode == 0
-    assert "W&B: run r: the end has waited 3" in done.output
-    assert "0.2 of 0.2 MB of files are uploaded; uploading artifact weights" in done.output
-
-
 @pytest.mark.parametrize("fault", [Fault.refuse(), pytest.param(Fault.status(503), marks=pytest.mark.full)])
 def test_an_upload_goes_on_after_an_outage_that_is_short(tmp_path, fault):
     with WandbServer() as server:
@@ -149,15 +138,6 @@ def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path
         assert "its end was interrupted. Nothing is lost" in done.output
         assert done.returncode in (-signal.SIGINT, 130)
         assert_all_is_sent(server, tmp_path, 0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("place", ["thread", pytest.param("async", marks=pytest.mark.wide)])
-def test_an_end_in_a_thread_and_of_an_async_function_is_an_ordinary_one_too(tmp_path, place):
-    with WandbServer() as server:
-        server.fault = Fault.slow(SLOW_S, only="upload")
-        done = jobs.finish(start(server, tmp_path, files=["artifact"], place=place, **BOUNDED), tmp_path)
-        assert (server.run("r").state, server.run("r").committed.keys()) == ("finished", {"weights"}), done.output
 
 
 @pytest.mark.full

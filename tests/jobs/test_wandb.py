@@ -235,16 +235,6 @@ def assert_only_offline(directory: Path, runs: int) -> None:
 
 
 @pytest.mark.full
-def test_a_run_that_goes_on_offline_beside_another_run_leaves_no_empty_directory(tmp_path):
-    """wandb-core keeps the other run, and so it cannot be started anew."""
-    env = {**ONLINE, "WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": KEY}
-    done = jobs.python(tmp_path, RUNS, "goes_offline_beside_another_run", env=env)
-    assert done.returncode == 0, done.output
-    assert sorted([row["x"] for row in run.rows] for run in done.runs) == [[1], [2, 3]], done.output
-    assert_only_offline(tmp_path / "wandb", runs=2)
-
-
-@pytest.mark.full
 def test_what_follows_wandb_cores_death_is_kept_if_the_server_is_gone_too_and_sent_by_the_printed_command(tmp_path):
     with WandbServer() as server:
         process = jobs.start([sys.executable, RUNS, "dies_when_the_server_is_gone"], tmp_path, server.environment)
@@ -281,17 +271,6 @@ def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jo
     (command,) = re.findall(r"To send (?:what W&B lacks of )?the rest, run: (.+)", done.output)
     words, more = jobs.printed(command)
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("run_mode", ["shared", pytest.param("auto", marks=pytest.mark.wide)])
-def test_a_run_ends_in_spite_of_four_wandb_cores_that_die_while_it_ends(tmp_path, run_mode):
-    with WandbServer() as server:
-        done = jobs.python(tmp_path, RUNS, "dies_while_it_ends", run_mode, env=server.environment)
-        assert done.returncode == 0, done.output
-        (run,) = server.runs
-        assert [row["x"] for row in run.rows] == list(range(14)), done.output
-        assert (run.exit_codes, run.state) == ([0], "finished")
 
 
 @pytest.mark.sampled(1)
