@@ -287,7 +287,6 @@ sys.exit(main())
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "seconds"),
     [
@@ -396,6 +395,20 @@ def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
     assert found.state == ("failed" if is_killed else "finished")
 
 
+@pytest.mark.wide
+def test_a_run_whose_directory_is_renamed_goes_on(tmp_path):
+    """It is another run for the watcher, which has it open: as if an attempt online had had it meanwhile."""
+    with cluster(tmp_path, "wandb") as here:
+        attempt, watcher = here.start_job(), here.watch()
+        here.wait_for_more_rows(watcher)
+        (here.directory / "wandb").rename(here.directory / "renamed")
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+        end(attempt)
+        wait_until(lambda: here.state == "failed" and not journals_left(here.directory), watcher)
+        here.assert_each_once()
+
+
 def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_does_not_stop_the_others(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         other, missing, file = here.directory / "other", here.directory / "missing", here.directory / "file"
@@ -421,7 +434,6 @@ def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_does_not
         here.assert_each_once()
 
 
-@pytest.mark.full
 def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
     """As `wandb sync` does it."""
     with cluster(tmp_path, "wandb") as here:
@@ -452,7 +464,6 @@ run.finish()
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("goes", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path, goes):
     """Only its file tells that the client lives: a job that loads its data, or that was stopped, looks killed."""
@@ -474,7 +485,6 @@ def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path, goes
             assert run.state == "finished"
 
 
-@pytest.mark.full
 def test_the_console_name_tags_summary_and_metadata_of_a_wandb_run_are_sent_while_it_logs(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         logs = "print('row', row, flush=True); run.tags = ['later']; run.name = 'renamed'; time.sleep(0.3); run.log("
@@ -567,7 +577,6 @@ def test_a_file_of_another_user_ends_the_watcher(tmp_path):
         assert "not sent" in done.output
 
 
-@pytest.mark.full
 def test_runs_of_two_projects_with_one_id_are_two_runs(tmp_path):
     """As a job that trains in one project, and evaluates in another."""
     with cluster(tmp_path, "wandb") as here:

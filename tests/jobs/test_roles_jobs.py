@@ -138,7 +138,6 @@ def require_axes_and_configs(job):
     assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
 
 
-@pytest.mark.full
 def test_offline_roles_are_sent_into_a_live_run(of_wandb):
     job = of_wandb
     owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
@@ -247,7 +246,6 @@ def test_a_role_of_trackio_reads_and_keeps_the_config_that_it_sets(job):
     assert job.stored.status == "finished"
 
 
-@pytest.mark.full
 @default_for("wandb", "trackio", others="wide")
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
@@ -273,7 +271,6 @@ def test_params_and_tags_of_a_role_are_its_own(job):
     assert job.run("rollout-1", rows=1).returncode == 0
 
 
-@pytest.mark.full
 @default_for("wandb", "trackio", others="wide")
 def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.run(roles=ROLES, rows=3).returncode == 0
@@ -284,7 +281,6 @@ def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert as_left(job) == as_left(job, before)
 
 
-@pytest.mark.full
 def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(of_wandb):
     owner = of_wandb.start(roles=ROLES, rows=3, ends="stop")
     of_wandb.wait("open-owner", owner)
@@ -332,6 +328,28 @@ def test_several_roles_that_wait_for_their_run_all_join(of_wandb):
     assert {name: job.stored.config[name] for name in names} == {name: {"of": name} for name in names}
 
 
+@pytest.mark.wide
+def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(of_wandb):
+    """Each is a process with a wandb-core of its own: together they take about 4 GB."""
+    job, names = of_wandb, [f"rollout-{number}" for number in range(50)]
+    owner = job.start(roles=names, rows=5, ends="stop")
+    job.wait("open-owner", owner)
+    more, patient = {"rows": 20, "begins": "all-are-there"}, {"init_timeout_s": 400, "kill_after_s": 400}
+    many = [job.start(name, arguments={"config": {"of": name}, **patient}, **more) for name in names]
+    for name, process in zip(names, many, strict=True):
+        job.wait(f"pid-{name}", process)
+    job.go("all-are-there")
+    assert {job.finish(one, 500).returncode for one in many} == {0}
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    stored = job.stored
+    for name in names:
+        arrived = {value: count for (key, value), count in stored.points.items() if key == f"{name}/rank0"}
+        assert arrived == job.logged(name)
+    assert {name: stored.config[name] for name in names} == {name: {"of": name} for name in names}
+    assert (stored.status, len(job.server.runs[0].clients)) == ("finished", 51)
+
+
 @pytest.mark.full
 def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row(of_wandb):
     """At moments that are all over their lives; and then once more, to the end."""
@@ -357,7 +375,6 @@ def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row
     assert job.stored.status == "finished"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "backend",
     ["trackio", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mlflow", "pluto"))],
@@ -442,7 +459,6 @@ def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
     assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
-@pytest.mark.full
 def test_columns_that_a_role_defines_are_its_own(of_wandb):
     """The recording server keeps the definitions of the last writer only."""
     job = of_wandb
@@ -471,7 +487,6 @@ def test_one_process_has_one_role_of_a_run_of_wandb(of_wandb):
     assert job.stored.status == "finished"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(of_wandb, order):
     """The primary may open the run after another node of its job."""
@@ -496,7 +511,6 @@ def variables_of(node):
     return {name: str(value) for name, value in of_rank.items()}
 
 
-@pytest.mark.full
 def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
     """The owner is stopped, and a role ends; then the owner is back, and has logged little, when another role ends."""
     with BACKENDS["wandb"](tmp_path / "server") as running:
@@ -519,7 +533,6 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
-@pytest.mark.full
 def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(of_wandb):
     """The owner resumes with the summary that the run had before."""
     job = of_wandb
@@ -569,7 +582,6 @@ def test_a_slurm_array_has_a_role_for_each_task(of_wandb):
         assert job.arrived(name) == job.logged(name)
 
 
-@pytest.mark.full
 def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
     """Also after rows that it was given steps for, and after a kill."""
     with WandbServer(replaces=True) as server:
@@ -593,7 +605,6 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)], indirect=True)
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
@@ -632,7 +643,6 @@ def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
 # A service whose answers are old
 
 
-@pytest.mark.full
 def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(of_wandb):
     """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
     job = of_wandb
@@ -672,7 +682,6 @@ def killed_with_rows_left(job, rows=3000):
     return owner
 
 
-@pytest.mark.full
 def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(of_wandb):
     job = of_wandb
     owner = killed_with_rows_left(job)
@@ -685,7 +694,6 @@ def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(o
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
-@pytest.mark.full
 def test_rows_that_a_kill_has_left_are_sent_beside_the_function(of_wandb):
     """W&B does not say which rows it has before the function has begun; or never: then the command sends them."""
     job = of_wandb
