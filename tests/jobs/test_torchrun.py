@@ -156,18 +156,6 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     ] == [0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("start", "parent"), [("fork", "tracked"), ("spawn", "plain")])
-def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, parent):
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(jobs.PROGRAMS / "pool.py"), start, parent]
-    done = jobs.run(command, tmp_path)
-    assert done.returncode == 0, done.output
-    assert "could not be finished" not in done.output
-    assert len({run.id for run in done.runs}) == len(done.runs) == (5 if parent == "tracked" else 4)
-    assert sorted(len(run.rows) for run in done.runs) == [*([1] if parent == "tracked" else []), 20, 20, 20, 20]
-    assert {run.exit_code for run in done.runs} == {0}
-
-
 @pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.full), "new"])
 def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
     """The shell is no name for a job: it starts the next one too."""
