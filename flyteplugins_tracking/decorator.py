@@ -90,10 +90,11 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             new run. After a stop by `should_stop()`, the next job goes on in this one. Only the first rank with a run
             needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
-            `role=` and the same `id`. One that is not listed may join too.
+            `role=` and the same `id`. One that is not listed may join too. Only with W&B.
         role: The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job
             begin with `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end
-            the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with run_mode="auto".
+            the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with W&B, and with
+            run_mode="auto".
         project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the one that `run_mode` and `rank_scope` give.
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.

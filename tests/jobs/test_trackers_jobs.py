@@ -131,7 +131,7 @@ class Absent(Noting):
         return open_or_keep(request, JsonlTracker(), open_run)
 
 
-def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
+def test_a_run_of_a_third_party_is_kept_in_files_and_left_to_its_own_documentation(
     registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,6 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
         run = get_run()
         run.log({"a": 1})
         run.log({"a": 2, "nan": math.nan}, step=7)
-        run.alert("kept, to be called later")
         run.log({"what JSON cannot hold": object()})
         run.finish()
         assert run._handle.url is None
@@ -150,22 +149,18 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     with pytest.raises(ValueError, match="made to fail"):
         train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    advice = "Send them when JSON lines answers"
-    assert (
-        f"It is away. This run is logged to files in {directory}. {advice}: flyteplugins-tracking send" in caplog.text
-    )
+    how = "as the documentation of JSON lines says"
+    said = f"It is away. This run is logged to files in {directory}. Send them when JSON lines answers: {how}"
+    assert said in caplog.text
+    assert f"jsonl: to look at run i: {how}" in capsys.readouterr().err
+    assert send([str(directory)]) == 1
+    text = f"{directory} is of tracker='jsonl': its own documentation says how its runs are sent"
+    assert text in capsys.readouterr().err
     assert registered.runs("sent") == []
     (journal,) = stored(directory)
-    assert [line["call"] for line in journal.lines() if "call" in line] == ["alert"]
-    assert send([str(directory)]) == 0
-    assert "the kept call of alert() fails, and is lost" in caplog.text  # that run has no alerts
-    (run,) = registered.runs("sent")
-    assert (run.id, run.status, run.group, run.ends, run.config["lr"]) == ("i", "failed", "g", 1, 0.1)
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("sent/*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["a"], row["step"]) for row in kept if "a" in row] == [(1, None), (2, 7)]
-    assert send([str(directory)]) == 0
-    assert "has nothing that is not sent yet" in capsys.readouterr().out
+    lines = list(journal.lines())
+    assert [(line["row"]["a"], line["step"]) for line in lines if "row" in line] == [(1, None), (2, 7)]
+    assert [line["exit_code"] for line in lines if "exit_code" in line] == [1]
     assert send([str(directory / "misspelt")]) == 1
 
 
@@ -340,47 +335,23 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
     assert (ended.value.code, codes) == (143, [143])
 
 
-def test_rows_that_are_kept_again_during_sending_are_reported_as_unsent(
-    registered, bare_environment, monkeypatch, tmp_path, capsys
-):
-    from jsonl_tracker import JsonlHandle
-
-    monkeypatch.chdir(tmp_path)
-    tracked = tracking_init(tracker=Absent, project="again", id="i", if_unavailable="degrade")
-    tracked(lambda: get_run().log({"a": 1}))()
-    directory = tmp_path / "tracking-offline" / "jsonl-i"
-    (path,) = directory.iterdir()
-    kept = path.read_bytes()
-    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.journal.txt").write_bytes(kept))
-    assert send([str(directory)]) == 1
-    assert "a part of the run could not be sent" in capsys.readouterr().err
-    monkeypatch.undo()
-
-
-def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
+def test_values_that_files_cannot_hold_and_other_calls_do_not_lose_other_rows(
     registered, bare_environment, monkeypatch, tmp_path, caplog
 ):
     numpy = pytest.importorskip("numpy")
     monkeypatch.chdir(tmp_path)
 
     @tracking_init(tracker=Absent, project="kept", id="k", if_unavailable="degrade")
-    def train(error: Exception | None) -> None:
+    def train() -> None:
         run = get_run()
         run.log({"a": 1, "odd": object()}, step=numpy.int64(7))
-        run.nobodys("call")
+        for number in range(2):
+            run.nobodys("call", number, key=object())
         run.log({"a": 2})
-        if error is not None:
-            raise error
 
-    with pytest.raises(ValueError, match="the first job's"):
-        train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.kept.time.time", lambda: 4e9)
-    train(None)
+    train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    assert send([str(directory)]) == 0
     assert "'odd': a value of type object is left out" in caplog.text
-    assert "the kept call of nobodys() fails" in caplog.text
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2
-    assert [line["exit_code"] for line in lines if "exit_code" in line] == [0]  # that of the last attempt
+    assert caplog.text.count("calls of nobodys() are lost. Kept are those of: log") == 1
+    lines = [line for journal in stored(directory) for line in journal.lines() if "row" in line or "call" in line]
+    assert [(line["row"], line["step"]) for line in lines] == [({"a": 1}, 7), ({"a": 2}, None)]

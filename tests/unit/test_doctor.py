@@ -578,6 +578,14 @@ def test_the_doctor_and_the_first_run_refuse_a_client_that_is_too_old(
         ("0.24.1", []),
         ("0.25.1", [("forked processes may hang", "0.28.1")]),
         ("0.26.0", [("forked processes may hang", "0.28.1"), ("with protobuf 6 before 6.32.1", "0.26.1")]),
+        (
+            "0.27.0",
+            [
+                ("forked processes may hang", "0.28.1"),
+                ("rows of one that was killed may be there twice", "0.28.0"),
+                ("waits without a limit for a service that does not answer", "0.28.0"),
+            ],
+        ),
         ("0.28.0", [("forked processes may hang", "0.28.1")]),
         ("0.28.1", []),
     ],
