@@ -104,6 +104,13 @@ def test_a_task_that_raises_has_a_failed_run(pod, server):
     assert values(server.run("r1-fails").rows, "fails") == [0, 1, 2]
 
 
+@pytest.mark.full
+def test_a_task_that_exits_has_a_failed_run(pod, server):
+    skip_where_lost("flyte", "sys.exit")
+    assert pod("exits").returncode == 3
+    assert server.run("r1-exits").exit_codes == [3]
+
+
 def test_a_retry_continues_the_run(pod, server):
     first, second = pod("second_attempt"), pod("second_attempt", attempt=1)
     assert (first.error.message, second.outputs) == ("the first attempt fails", ["r1-second_attempt"])
