@@ -49,7 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # The longest files, in whose order the workers begin them. Tests without a job come last: they are short.
-LONGEST = ("test_watch", "test_reliability", "test_kills", "test_wandb", "test_roles_jobs", "test_uploads")
+LONGEST = (
+    "test_kills",
+    "test_watch",
+    "test_conformance",
+    "test_roles_jobs",
+    "test_restarts",
+    "test_mlflow_jobs",
+    "test_wandb_ends",
+    "test_reliability",
+    "test_shared",
+    "test_flyte2",
+)
 
 
 def _place(item: pytest.Item) -> int:
