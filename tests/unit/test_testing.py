@@ -165,6 +165,7 @@ def test_a_callable_is_called_once_per_rank_and_call():
     assert asked == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("primary_rank", "error", "message"),
     [
@@ -481,6 +482,7 @@ def test_what_is_propagated_reaches_the_ranks():
         assert (run.project, run.config["seed"]) == ("block", 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.wide)])
 def test_thousands_of_ranks_take_seconds_and_no_thread(recwarn, workers):
     threads = set()
