@@ -21,7 +21,7 @@ PUBLIC = {
         *("plan", "RunPlan", "RunMode", "RankScope"),
     ),
     "Values of all ranks": ("gather_metrics", "prefix_metrics", "process_group"),
-    "Sweeps": ("tracking_sweep", "tracking_sweep_config", "get_sweep_id", "get_sweep_parameters"),
+    "Sweeps": ("tracking_sweep", "tracking_sweep_config", "get_sweep_id", "sweep_agent", "get_sweep_parameters"),
     "Errors": (
         *("TrackingError", "ConfigError", "TopologyError", "IdentityError"),
         *("TrackerUnavailableError", "TrackerNotInstalledError"),

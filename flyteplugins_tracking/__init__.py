@@ -44,6 +44,7 @@ __all__ = [
     "process_group",
     "request_stop",
     "should_stop",
+    "sweep_agent",
     "tracking_config",
     "tracking_init",
     "tracking_run",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._sweeps.sweep import (
         get_sweep_id,
         get_sweep_parameters,
+        sweep_agent,
         tracking_sweep,
         tracking_sweep_config,
     )
@@ -74,13 +76,11 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_sweeps.sweep": (
             "get_sweep_id",
             "get_sweep_parameters",
+            "sweep_agent",
             "tracking_sweep",
             "tracking_sweep_config",
         ),
     }
     # What to use instead of a name that has been removed. An entry stays for one release.
-    _REMOVED = {
-        "sweep_agent": "use wandb.agent(get_sweep_id(), function=objective), or the command `wandb agent` for trials "
-        "that are distributed jobs",
-    }
+    _REMOVED: dict[str, str] = {}
     __getattr__, __dir__ = loaded_on_use(globals(), _MODULES, _REMOVED)

@@ -60,6 +60,7 @@ def test_the_public_names_change_on_purpose_only():
         "process_group",
         "request_stop",
         "should_stop",
+        "sweep_agent",
         "tracking_config",
         "tracking_init",
         "tracking_run",

@@ -12,6 +12,7 @@ from flyteplugins_tracking import (
     ConfigError,
     get_sweep_id,
     get_sweep_parameters,
+    sweep_agent,
     tracking_sweep,
     tracking_sweep_config,
 )
@@ -54,7 +55,13 @@ def test_a_sweep_without_method_or_parameters_is_not_created(bare_environment):
     assert called == []
 
 
-def test_without_a_sweep_there_is_no_id_and_no_parameter(bare_environment):
+def test_an_agent_needs_a_sweep_and_an_objective_that_it_can_call(bare_environment):
+    async def objective() -> None: ...
+
+    with pytest.raises(ConfigError, match="sweep_agent has no sweep: pass sweep_id="):
+        sweep_agent(print)
+    with pytest.raises(ConfigError, match="must be a plain function"):
+        sweep_agent(objective)
     assert (get_sweep_id(), get_sweep_parameters()) == (None, {})
 
 
