@@ -375,6 +375,15 @@ def test_a_header_that_names_no_run_is_refused_in_words(tmp_path, capsys, change
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_run_that_another_node_has_just_written_is_not_sent_though_no_lock_is_seen(tmp_path, capsys):
+    directory = kept_run(tmp_path / "kept", "trackio", host="another-node")
+    assert main([str(directory)]) == 1
+    assert f"a process is writing to {directory}, or was just now" in capsys.readouterr().err
+    (journal,) = stored(directory)
+    os.utime(journal.path, (0, 0))
+    assert main([str(directory)]) == 0
+
+
 def test_a_module_in_the_working_directory_is_not_run(tmp_path):
     """`python -m` would find it first, and the directory of W&B's files has the name of a module."""
     (run,) = offline_runs(tmp_path, 3)
