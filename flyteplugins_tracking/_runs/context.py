@@ -44,6 +44,7 @@ class ExecutionContext(Record):
         can_persist: Whether `persist` works here. False if there is no storage, or if this machine's files stay.
         can_publish_files: Whether `publish_files` works here.
         run_metadata: The values that the platform adds to the run's config.
+        attempt: How many attempts of the task came before.
         on_cluster: Whether nobody sits at this process's terminal.
         success_exceptions: The exceptions that end a function of this platform successfully.
         is_simulated: Whether the process stands for a rank of a test: signals are not watched, and the run is not
@@ -60,6 +61,7 @@ class ExecutionContext(Record):
     can_persist: bool = False
     can_publish_files: bool = False
     run_metadata: Mapping[str, Any] = _NOTHING
+    attempt: int = 0
     on_cluster: bool = False
     success_exceptions: tuple[type[BaseException], ...] = ()
     is_simulated: bool = False
