@@ -148,7 +148,8 @@ def current_context() -> Flyte1Context:
         base_id=base_id,
         group=group,
         propagated=propagation.read(propagation.CONFIG, None),
-        run_metadata={} if execution is None else _run_metadata(execution),
+        run_metadata={} if execution is None else {"flyte": _run_metadata(execution)},
+        attempt=_attempt(),
         on_cluster=execution is not None,
         can_persist=is_pod,
         can_publish_files=runs_a_task,
@@ -230,11 +231,14 @@ def _run_metadata(execution: str) -> dict[str, Any]:
         "project": env.get("FLYTE_INTERNAL_EXECUTION_PROJECT"),
         "domain": env.get("FLYTE_INTERNAL_EXECUTION_DOMAIN"),
         "task": env.get("FLYTE_INTERNAL_TASK_NAME"),
-        "attempt": int(env.get("FLYTE_ATTEMPT_NUMBER", "0")),
+        "attempt": _attempt(),
         "url": env.get("FLYTE_EXECUTION_URL"),
     }
-    known = {name: value for name, value in values.items() if value is not None}
-    return {"flyte": known, "attempt_number": known["attempt"]}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _attempt() -> int:
+    return int(os.environ.get("FLYTE_ATTEMPT_NUMBER", "0"))
 
 
 def _users_function(function: Any) -> Any:

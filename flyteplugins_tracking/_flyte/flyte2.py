@@ -127,7 +127,8 @@ def current_context() -> Flyte2Context | None:
         has_children=task.mode != "local",
         call_counts=task.data.setdefault(_CALL_COUNTS, Counter()),
         can_persist=on_cluster,
-        run_metadata=_run_metadata(task, action),
+        run_metadata={"flyte": _run_metadata(task, action)},
+        attempt=_attempt_of(task),
         on_cluster=on_cluster,
     )
 
@@ -294,8 +295,7 @@ def _run_metadata(task: Any, action: Any) -> dict[str, Any]:
         "attempt": _attempt_of(task),
         "url": os.environ.get("FLYTE_EXECUTION_URL") or _url(action),
     }
-    known = {name: value for name, value in values.items() if value is not None}
-    return {"flyte": known, "attempt_number": _attempt_of(task)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _attempt_of(task: Any) -> int:

@@ -25,7 +25,7 @@ from flyteplugins_tracking._job.failure import Failure, Verdict, first_cause
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout, wait_until
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,7 @@ def _append_notice(failure: Failure, info: DistributedInfo) -> None:
         board.append(to_text(failure))
         if not _has_other_nodes(info) or not failure.exit_code or failure.is_secondary:
             return
-        deadline = time.monotonic() + _ACKNOWLEDGED_S
-        while board.count(_ACKNOWLEDGED) <= before and time.monotonic() < deadline:
-            time.sleep(_POLL_S / 4)
+        wait_until(lambda: board.count(_ACKNOWLEDGED) > before, _ACKNOWLEDGED_S, _POLL_S / 4)
 
 
 def _has_other_nodes(info: DistributedInfo) -> bool:
@@ -237,12 +235,12 @@ class FailureReader:
         info = self._info
         if info is None or self._is_own_run or not self._is_another_failing():
             return False
-        deadline = time.monotonic() + _GRACE_S
-        while self._siblings is not None and time.monotonic() < deadline:
-            running = self._siblings.running()
-            if all(failure.rank not in running for failure in self._announced()):  # this rank is not among them
-                break
-            time.sleep(_GRACE_POLL_S)
+
+        def have_ended() -> bool:
+            running = set() if self._siblings is None else self._siblings.running()  # this rank is not among them
+            return all(failure.rank not in running for failure in self._announced())
+
+        wait_until(have_ended, _GRACE_S, _GRACE_POLL_S)
         return True
 
     def _is_another_failing(self) -> bool:

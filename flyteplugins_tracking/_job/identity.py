@@ -9,7 +9,6 @@ This module only names the run. After a restart the tracker opens the id again a
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import uuid
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, agents_store, rendezvous_store
-from flyteplugins_tracking._job.starts import is_task, launch_directory, outer_job, restarts_of, start_in
+from flyteplugins_tracking._job.starts import is_task, launch_directory, outer_job, start_in
 from flyteplugins_tracking._rank import children, engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
 from flyteplugins_tracking._rank.engines import Trial
@@ -28,6 +27,7 @@ from flyteplugins_tracking._rank.launchers import LAUNCHERS, ranks_of_unknown
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
+from flyteplugins_tracking._util.text import digest
 from flyteplugins_tracking.errors import IdentityError
 
 _STORE_KEY = "flyteplugins_tracking/base_id"
@@ -42,12 +42,10 @@ class Identity:
     Attributes:
         base_id: None if the tracker shall make a random id.
         group: Set if a retry cannot have the same base id.
-        uncounted: How many attempts with the base id came before that neither the launcher nor Flyte counts.
     """
 
     base_id: str | None
     group: str | None = None
-    uncounted: int = 0
 
 
 def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
@@ -90,9 +88,8 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
 
 def identity_of_program(env: Env) -> Identity:
     """Return the identity of a program by itself: a restart of the job that it runs in keeps it."""
-    outer = None if ranks_of_unknown(env) or not children.is_program() else outer_job(env)
-    start = start_in(outer, None)
-    return Identity(None) if start is None else Identity(readable(*start), uncounted=restarts_of(outer, env))
+    start = start_in(None if ranks_of_unknown(env) or not children.is_program() else outer_job(env), None)
+    return Identity(None if start is None else readable(*start))
 
 
 def id_beside(base_id: str | None) -> str | None:
@@ -102,7 +99,7 @@ def id_beside(base_id: str | None) -> str | None:
 
 def identity_of_trial(trial: Trial) -> Identity:
     """Return the identity of a trial of Ray Tune. Its name is the same when Ray starts it again."""
-    return Identity(readable(trial.name, _digest(trial.experiment)), group=trial.name)
+    return Identity(readable(trial.name, digest(trial.experiment)), group=trial.name)
 
 
 def identity_of_parent(parent: DistributedInfo, env: Env) -> Identity:
@@ -123,7 +120,7 @@ def readable(*parts: str | None) -> str:
     text = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(part for part in parts if part)).strip("-.")
     if len(text) <= _MAX_LENGTH:
         return text
-    return f"{text[: _MAX_LENGTH - 9].rstrip('-.')}-{_digest(text)}"
+    return f"{text[: _MAX_LENGTH - 9].rstrip('-.')}-{digest(text)}"
 
 
 def _is_alone(info: DistributedInfo, agreement: bool) -> bool:
@@ -166,7 +163,7 @@ def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | Non
 def _agent_token(env: Env) -> str | None:
     """Identify the launch that this worker is in, for agents that share no store."""
     directory = launch_directory(env)
-    return _digest(proc.machine(), directory) if directory else None
+    return digest(proc.machine(), directory) if directory else None
 
 
 def _task(info: DistributedInfo, env: Env, _: bool) -> str | None:
@@ -216,7 +213,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     if launcher is None or not launcher.has_one_process_per_job:
         return None
     pid = proc.nearest_without(launcher.rank)
-    return _digest(proc.machine(), pid, proc.start_time(pid))
+    return digest(proc.machine(), pid, proc.start_time(pid))
 
 
 # The launchers that give a name. For the others the entry in `LAUNCHERS` is enough.
@@ -274,7 +271,3 @@ def _agree(store: Any, token: str, key: str = _STORE_KEY) -> str:
 
 def _random_token() -> str:
     return uuid.uuid4().hex[:8]
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:8]

@@ -9,7 +9,6 @@ arguments may differ, have no digest: each step is most often one training.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
@@ -25,6 +24,7 @@ from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.files import own_text, private_directory, replace_whole
 from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.proc import Env
+from flyteplugins_tracking._util.text import digest
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 _warn_once = WarnOnce(logging.getLogger(__name__))
@@ -92,7 +92,7 @@ def outer_job(env: Env) -> OuterJob | None:
     if job and not is_login:
         cluster = env.get("SLURM_CLUSTER_NAME", "")
         if cluster in _COMMON_CLUSTERS:
-            cluster += _digest(env.get("SLURM_SUBMIT_HOST", ""))
+            cluster += digest(env.get("SLURM_SUBMIT_HOST", ""), length=6)
         parts = ("slurm", cluster, job, env.get("SLURM_STEP_ID", "batch"))
         return OuterJob(_SLURM, parts, env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_PROCID", "0"))
     for variable, nodes in (("KONDUKTOR_JOB_NAME", "NUM_NODES"), ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES")):
@@ -131,12 +131,11 @@ def _program() -> str:
     return path.parent.name if path.stem == "__main__" else path.stem
 
 
-def restarts_of(outer: OuterJob | None, env: Env) -> int:
-    """Return how often the job was started again, as far as its variables tell it."""
-    if outer is None:
-        return 0
-    count = env.get("SLURM_RESTART_COUNT" if outer.variable == _SLURM else "RESTART_ATTEMPT", "")
-    return int(count) if count.isdecimal() else 0
+def restarts_of(env: Env) -> int:
+    """Return how often the job around a program was started again, as far as its variables tell it."""
+    outer = outer_job(env)
+    count = env.get("SLURM_RESTART_COUNT" if outer and outer.variable == _SLURM else "RESTART_ATTEMPT", "")
+    return int(count) if outer and count.isdecimal() else 0
 
 
 def is_task(outer: OuterJob, info: DistributedInfo) -> bool:
@@ -174,7 +173,7 @@ def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str,
         variable = _AGENT if is_agents else LAUNCHERS[info.launcher].rank
     name = _word(_program())
     if is_of_task and not are_ranks:  # ranks on several nodes may have arguments of their own, as `logs/node-1`
-        name = f"{name}-{_digest(os.environ.get('PWD', ''), _main_file(), *_own())}"
+        name = f"{name}-{digest(os.environ.get('PWD', ''), _main_file(), *_own(), length=6)}"
     number = _number_of_start(outer, name, starter, launch, variable)
     if number is None and not are_ranks:
         return None
@@ -197,7 +196,7 @@ def _number_of_start(outer: OuterJob, name: str, starter: int, launch: str, vari
         return None
     started, attempt = _start_of(starter), _attempt_of(outer, os.getpid(), os.environ)
     own = started + launch
-    key = hashlib.sha256(repr((outer, attempt, name)).encode()).hexdigest()
+    key = digest(outer, attempt, name, length=64)
     try:
         directory = private_directory("starts", key, is_of_machine=True)
         with locked(directory / "lock", _LOCK_S):
@@ -328,8 +327,4 @@ def _word(name: str) -> str:
     Ids have a number behind a dot, or, for a rank and a process's second call, behind a dash.
     """
     word = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")
-    return word if word == name and not re.search(r"-\d+$", word) else f"{word}-{_digest(name)}".lstrip("-")
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256(repr(texts).encode()).hexdigest()[:6]
+    return word if word == name and not re.search(r"-\d+$", word) else f"{word}-{digest(name, length=6)}".lstrip("-")

@@ -102,7 +102,6 @@ class Call(PerProcess):
         info: This rank; None outside a distributed job.
         number: The number of this call among those of the tracker in this process, or in this attempt of its task.
         run_file: The file of `run_file=`, on a rank that opens a run.
-        uncounted: How many attempts of the run came before that neither the launcher nor Flyte counts.
         parent_id: The run of the calling task, if this task continues it.
         run: The run that it has joined or opened; None on a rank without a run.
         listener: Listens for SIGTERM during the call. Each call has its own start and stop.
@@ -115,7 +114,6 @@ class Call(PerProcess):
     info: DistributedInfo | None = None
     number: int = 1
     run_file: RunFile | None = None
-    uncounted: int = 0
     parent_id: str | None = None
     run: Run | None = None
     listener: SigtermListener | None = None
@@ -204,6 +202,15 @@ class Call(PerProcess):
     def timeout_s(self) -> float | None:
         """How long the platform lets the task run, in seconds; None if nothing ends it, as in a local execution."""
         return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
+
+    @property
+    def attempt(self) -> int:
+        """How many attempts of the run came before: told by the launcher or the job, by the platform, and by a file."""
+        from flyteplugins_tracking._job.starts import restarts_of
+
+        is_program = self.context.base_id is None and self.found.pool is None and children.is_program()
+        count = self.info.restart_count if self.info else restarts_of(os.environ) if is_program else 0
+        return count + self.context.attempt + (0 if self.run_file is None else self.run_file.earlier)
 
     @property
     def _has_workers(self) -> bool | None:

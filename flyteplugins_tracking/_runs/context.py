@@ -43,6 +43,7 @@ class ExecutionContext(Record):
         can_persist: Whether `persist` works here. False if there is no storage, or if this machine's files stay.
         can_publish_files: Whether `publish_files` works here.
         run_metadata: The values that the platform adds to the run's config.
+        attempt: How many attempts of the task came before.
         on_cluster: Whether nobody sits at this process's terminal.
         success_exceptions: The exceptions that end a function of this platform successfully.
     """
@@ -57,6 +58,7 @@ class ExecutionContext(Record):
     can_persist: bool = False
     can_publish_files: bool = False
     run_metadata: Mapping[str, Any] = _NOTHING
+    attempt: int = 0
     on_cluster: bool = False
     success_exceptions: tuple[type[BaseException], ...] = ()
 

@@ -52,7 +52,6 @@ def plan_of(call: Call) -> RunPlan:
     identity = Identity(None) if call.parent_id is not None else _identity(call)
     if call.run_file is not None:
         call.run_file.base_id = identity.base_id
-    call.uncounted = identity.uncounted if call.run_file is None else call.run_file.uncounted
     run_plan = plan(
         call.info,
         config.run_mode,
@@ -84,7 +83,7 @@ def _identity(call: Call) -> Identity:
     if identity.base_id is None or call.number == 1:
         return identity
     # The second call in one process gets its own run, so that it cannot hide a failure of the first.
-    return Identity(f"{identity.base_id}-{call.number}", identity.group, identity.uncounted)
+    return Identity(f"{identity.base_id}-{call.number}", identity.group)
 
 
 def _started_identity(call: Call) -> Identity:
@@ -160,9 +159,9 @@ def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, sigterm: Sigterm
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
     config, context, info = call.config, call.context, call.info
-    own = {**_job_metadata(info), **context.run_metadata}
-    if call.uncounted:
-        own["restart_count"] = own.get("restart_count", 0) + call.uncounted
+    own, attempt = {**_job_metadata(info), **context.run_metadata}, call.attempt
+    if own or attempt:
+        own["restart_count"] = attempt
     return RunRequest(
         plan=run_plan,
         planned_run_id=planned.run_id,
@@ -198,8 +197,7 @@ def _trial_config(call: Call) -> dict[str, Any]:
 def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
     if info is None:
         return {}
-    shape = ("world_size", "num_workers", "local_world_size", "launcher")
-    return {**{name: info[name] for name in shape}, "restart_count": info.restart_count}
+    return {name: info[name] for name in ("world_size", "num_workers", "local_world_size", "launcher")}
 
 
 def _read_secret(secret: Any, context: ExecutionContext) -> str | None:

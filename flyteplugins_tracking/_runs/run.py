@@ -8,7 +8,6 @@ kept, and `close` sends it.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import sys
@@ -35,7 +34,7 @@ from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking._util.text import digest, printable
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackingError
@@ -175,7 +174,7 @@ def _lock_name(call: Call, run_id: str) -> str:
 def _name_of_job() -> str:
     """Return a name that all ranks of this job know, and no other job on this machine has at the same time."""
     address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
-    return hashlib.sha256(repr(address).encode()).hexdigest()[:6]
+    return digest(*address, length=6)
 
 
 def require(tracker: Tracker) -> None:

@@ -45,7 +45,7 @@ _LONGEST_WRITE_S = 10.0
 _UNREADABLE = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
 # What a file becomes that is damaged, or not such a file at all.
 _UNREADABLE_SUFFIX = ".unreadable"
-# On the job's board: the attempts that only the file counts, and the id of the run that goes on, if one does. No id has
+# On the job's board: the attempts in earlier jobs, and the id of the run that goes on, if one does. No id has
 # such a character.
 _KEY, _BETWEEN = "base_id", "/"
 
@@ -55,11 +55,11 @@ class RunFile:
 
     Attributes:
         base_id: The base id of this job's run, found there or not; None if the tracker makes it.
-        uncounted: How many attempts of the run came before that neither the launcher nor Flyte counts.
+        earlier: How many attempts of the run there were in earlier jobs.
     """
 
     base_id: str | None = None
-    uncounted: int = 0
+    earlier: int = 0
 
     def __init__(self, call: Call, path: str) -> None:
         """Does nothing yet.
@@ -73,8 +73,6 @@ class RunFile:
         self._path = Path(os.path.realpath(os.path.expanduser(path)))  # of a link, the file that it leads to
         self._key = self._key_of(call.number)
         self._place = dict(tracker.place(config))
-        restarts = 0 if call.info is None else call.info.restart_count
-        self._counted = restarts + call.context.run_metadata.get("attempt_number", 0)
         self._lock: RunLock | None = None
         self._has_locks = True
         self._is_kept = False  # whether the next job finds this job's run in the file
@@ -92,7 +90,7 @@ class RunFile:
         entry = self._read() if self._lock is not None or not is_first else None
         found = f"0{_BETWEEN}"
         if entry is not None:
-            found = f"{max(0, entry['restart_count'] + 1 - self._counted)}{_BETWEEN}{entry['base_id']}"
+            found = f"{max(0, entry['restart_count'] + 1 - call.attempt)}{_BETWEEN}{entry['base_id']}"
         if call.info is None:
             return self._take(found)
         board = None
@@ -118,9 +116,9 @@ class RunFile:
 
     def _take(self, found: str) -> str | None:
         """Take what the file has told, on this rank or on the first one. Returns the base id."""
-        uncounted, _, base_id = found.partition(_BETWEEN)
+        earlier, _, base_id = found.partition(_BETWEEN)
         check_run_id("run_file", base_id or None)
-        self.uncounted = int(uncounted) if uncounted.isdecimal() else 0
+        self.earlier = int(earlier) if earlier.isdecimal() else 0
         self._is_kept = bool(base_id)
         return base_id or None
 
@@ -136,8 +134,7 @@ class RunFile:
         if self._lock is None or handle.is_disabled or (has_ended and not self._is_kept):
             return
         base_id = self.base_id or handle.id
-        restart_count = self.uncounted + self._counted
-        entry = {"base_id": base_id, "restart_count": restart_count, "has_ended": has_ended, **self._place}
+        entry = {"base_id": base_id, "restart_count": self._call.attempt, "has_ended": has_ended, **self._place}
         try:
             of_all = self._path.with_name(f"{self._path.name}.lock")
             with locked(of_all, _LONGEST_WRITE_S) if self._has_locks else nullcontext():

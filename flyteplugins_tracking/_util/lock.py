@@ -22,6 +22,7 @@ from pathlib import Path
 from flyteplugins_tracking._util.files import lock_file, open_own, own_text, private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import ancestors, machine, parent, start_time
+from flyteplugins_tracking._util.threads import wait_until
 
 # The errors of a file system without locks: Lustre without `flock`, NFS without its lock daemon, some FUSE.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -109,11 +110,8 @@ def locked(path: Path, timeout_s: float = float("inf")) -> Iterator[None]:
     Raises:
         OSError: The file cannot be locked, or is not free in time.
     """
-    deadline = time.monotonic() + timeout_s
-    while not _hold(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} is locked by {holder_of(path)}")
-        time.sleep(_POLL_S)
+    if not wait_until(lambda: _hold(path), timeout_s, _POLL_S):
+        raise TimeoutError(f"{path} is locked by {holder_of(path)}")
     try:
         yield
     finally:

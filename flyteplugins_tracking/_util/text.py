@@ -72,6 +72,13 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join([*map(printable, names[:most]), *more])
 
 
+def digest(*parts: object, length: int = 8) -> str:
+    """Return a short name for these values, the same in each process."""
+    import hashlib  # a rank without a run does without
+
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:length]
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, and those that it comes from."""
     seen: set[int] = set()

@@ -23,6 +23,16 @@ _LOOK_S = 0.02
 _IDLE_IN_A_ROW = 3
 
 
+def wait_until(is_done: Callable[[], object], timeout_s: float, poll_s: float = 0.1) -> bool:
+    """Ask `is_done` again and again, with a pause in between. Returns whether it was so within `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
 def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
     """Wait until a thread has ended, for the operating system too.
 
@@ -40,9 +50,7 @@ def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
     thread.join(timeout_s)
     if thread.is_alive():
         return False
-    deadline = time.monotonic() + _EXIT_S
-    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    wait_until(lambda: not os.path.exists(f"/proc/self/task/{thread.native_id}"), _EXIT_S, _POLL_S)
     return True
 
 

@@ -90,8 +90,7 @@ class RunRequest(Record):
     @property
     def restart_count(self) -> int:
         """How many attempts of the run came before, told by the launcher, by Flyte, and by the file of `run_file=`."""
-        known = own_values(self.run_metadata)
-        count: int = known.get("restart_count", 0) + known.get("attempt_number", 0)
+        count: int = own_values(self.run_metadata).get("restart_count", 0)
         return count
 
     @property

@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.signals import critical_section
+from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -152,9 +152,8 @@ class Gate(PerProcess):
 
     def _end(self, finish: Callable[[], object], after: State) -> None:
         self.state = "ending" if after == "ended" else after
-        deadline = time.monotonic() + _CALLERS_S
-        while self._inside - self._enders and time.monotonic() < deadline:
-            time.sleep(_POLL_S)  # what other threads are logging comes before the run's end
+        # What other threads are logging comes before the run's end.
+        wait_until(lambda: not self._inside - self._enders, _CALLERS_S, _POLL_S)
         try:
             with self._turn:
                 finish()

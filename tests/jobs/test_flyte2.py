@@ -86,7 +86,7 @@ def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     assert (run.exit_codes, values(run.rows, task), run.entity) == ([0], [0, 1, 2], "team")
     assert run.config["tracking_init"]["flyte"].items() >= {"run": "r1", "action": task, "attempt": 0}.items()
     assert run.config["tracking_init"]["flyte"]["url"].endswith(f"/runs/r1?i={task}")
-    assert run.config["tracking_init"]["attempt_number"] == 0
+    assert run.config["tracking_init"]["restart_count"] == 0
 
 
 @pytest.mark.full
@@ -116,7 +116,7 @@ def test_a_retry_continues_the_run(pod, server):
     assert (first.error.message, second.outputs) == ("the first attempt fails", ["r1-second_attempt"])
     run = server.run("r1-second_attempt")
     assert (run.exit_codes, values(run.rows, "second_attempt")) == ([1, 0], [0, 1, 2, 0, 1, 2])
-    assert (run.rows_overwritten, run.config["tracking_init"]["attempt_number"]) == (0, 1)
+    assert (run.rows_overwritten, run.config["tracking_init"]["restart_count"]) == (0, 1)
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from flyteplugins_tracking._util.modules import replace_function, when_loaded
 from flyteplugins_tracking._util.text import first_line, without_credentials
-from flyteplugins_tracking._util.threads import call_within, run_while
+from flyteplugins_tracking._util.threads import call_within, run_while, wait_until
 from flyteplugins_tracking.trackers import outbox
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
@@ -314,9 +314,8 @@ def await_first_run(options: Mapping[str, Any], timeout_s: float) -> None:
         options.get("tracking_uri")
         or (mlflow.get_tracking_uri() if mlflow else os.environ.get("MLFLOW_TRACKING_URI", ""))
     )
-    until = time.monotonic() + timeout_s
-    while uri.startswith(_SCHEME) and not _has_runs(_path(uri)) and time.monotonic() < until:
-        time.sleep(_LOCK_PAUSE_S)
+    if uri.startswith(_SCHEME):
+        wait_until(lambda: _has_runs(_path(uri)), timeout_s, _LOCK_PAUSE_S)
 
 
 def _path(uri: str) -> str:
