@@ -64,6 +64,7 @@ def test_a_plain_function_under_torchrun_has_one_run_for_all_ranks(four_ranks):
     assert len(four_ranks("auto", "global").runs) == 1
 
 
+@pytest.mark.full
 def test_ids_and_groups_follow_the_table(four_ranks):
     base = four_ranks("auto", "global").runs[0]
     assert base.group == ""
