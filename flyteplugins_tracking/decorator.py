@@ -173,7 +173,7 @@ def tracked_function(
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+            with _call_of(config_of(args, kwargs), task) as call:
                 result = await function(*args, **kwargs)
                 call.context.on_return(call)
             published = call.publish_files(is_async=True)
@@ -185,7 +185,7 @@ def tracked_function(
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+        with _call_of(config_of(args, kwargs), task) as call:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
             call.context.on_return(call)

@@ -28,10 +28,9 @@ from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._runs.call import Call, state
 from flyteplugins_tracking._runs.request import plan_of, request_of
-from flyteplugins_tracking._runs.sigterm import ForkMask, LoopListener, MainThreadListener
+from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import OwnLock, register
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
@@ -82,7 +81,7 @@ def open_run(call: Call) -> Run:
             if call.run_file is not None and call.run_file.base_id == planned.run_id:
                 call.run_file.base_id = run_plan.run_id  # another one, if that run is open in another process
             logger.debug("%s: opening %s", tracker.name, run_plan)
-            request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
+            request = request_of(call, planned, run_plan, SIGTERM, deadline)
             require(tracker)
             handle = _opened(tracker, request)
             if planned.run_id is None and not call.is_simulated and tracker.package is not None:
@@ -208,7 +207,6 @@ def _opened(tracker: Tracker, request: RunRequest) -> Handle:
     try:
         return tracker.open(request)
     except Exception as error:
-        HANDLERS.raise_errors()
         if isinstance(error, TrackingError) or tracker.package is None or tracker.package in sys.modules:
             raise
         text = f"{tracker.package} cannot be imported: {type(error).__name__}: {error}"
@@ -513,26 +511,23 @@ def _for_each_run(action: Callable[[Run], object], timeout_s: float) -> None:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-MAIN_THREAD = register(MainThreadListener(end_open_runs, mark_open_runs, _before_row))
-_LOOP = register(LoopListener(end_open_runs, mark_open_runs, _before_row))
-_FORK_MASK = register(ForkMask())
+SIGTERM = register(Sigterm(end_open_runs, mark_open_runs, _before_row))
 
 
 def listen_for_sigterm(call: Call, timeout_s: float) -> None:
-    """Listen for SIGTERM during the call, if one of the listeners can do that in this thread.
+    """Listen for SIGTERM during the call, if that is possible in this thread.
 
     Args:
         call: The call.
         timeout_s: Seconds that finishing its run may take.
     """
-    if not call.is_simulated:
-        listeners = (MAIN_THREAD, _LOOP)
-        call.listener = next((one for one in listeners if one.start(call.tracker.package, timeout_s)), None)
+    if not call.is_simulated and SIGTERM.start(call.tracker.package, timeout_s):
+        call.listener = SIGTERM
 
 
 def terminated_at() -> float | None:
     """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
-    return MAIN_THREAD.terminated_at or _LOOP.terminated_at
+    return SIGTERM.terminated_at
 
 
 def _or_terminated(exit_code: int) -> int:

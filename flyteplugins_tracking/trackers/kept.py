@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
@@ -396,10 +395,8 @@ def open_or_keep(
                 handle.role_state("running")
             return handle
     except TrackerUnavailableError as error:
-        HANDLERS.raise_errors()
         unavailable = error
     except (AwayError, RejectedError) as error:
-        HANDLERS.raise_errors()
         text, is_outage = f"{tracker.title} cannot be used: {error}. {error.fix}", error.is_outage
         unavailable = TrackerUnavailableError(text, client.LOCAL_FILES if is_outage else "", is_outage=is_outage)
         unavailable.__cause__ = error

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import is_own_file, read_own
 from flyteplugins_tracking._util.fork import OwnLock, PerProcess, register
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import causes, first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -445,7 +444,6 @@ def opening_within(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        HANDLERS.raise_errors()
         if timer.finished.is_set():
             raise TimeoutError(f"the server has not answered within {timeout_s:.0f} s") from error
         raise
@@ -872,7 +870,6 @@ class Reader:
         try:
             return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
         except (wandb.errors.Error, ValueError, OSError, *CHANGED) as error:
-            HANDLERS.raise_errors()
             if "Could not find run" in str(error):
                 return None
             if _is_refusal(error):
