@@ -352,7 +352,7 @@ class Run:
             self.handle.id,
         )
         self.is_closed_early = True
-        if terminated_at() is not None:
+        if SIGTERM.terminated:
             self.close(TERMINATED, None)
             return
         if self.opener_exit_code is not None:  # others have joined the run, and have not returned
@@ -396,7 +396,7 @@ class Run:
         if exit_code == INTERRUPTED or (exit_code == 0 and not self.plan.primary):
             return exit_code
         has_succeeded = exit_code == 0
-        terminated = None if has_succeeded else terminated_at()
+        terminated = None if has_succeeded else SIGTERM.terminated_at
         verdict, is_new = self.failures.verdict(failure, terminated, has_succeeded=has_succeeded)
         if verdict is None:
             if has_succeeded:  # what the run's summary has is of an earlier attempt, which did not succeed
@@ -525,10 +525,5 @@ def listen_for_sigterm(call: Call, timeout_s: float) -> None:
         call.listener = SIGTERM
 
 
-def terminated_at() -> float | None:
-    """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
-    return SIGTERM.terminated_at
-
-
 def _or_terminated(exit_code: int) -> int:
-    return exit_code if terminated_at() is None else TERMINATED
+    return TERMINATED if SIGTERM.terminated else exit_code

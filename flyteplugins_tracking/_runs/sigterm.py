@@ -98,7 +98,6 @@ class Sigterm(PerProcess):
     _functions = 0  # how many are running
     _thread: threading.Thread | None = None  # while it listens
     _previous: Any = None  # the handler that ours has replaced
-    _pipe: WakeupFd
 
     def __init__(
         self,
@@ -149,7 +148,8 @@ class Sigterm(PerProcess):
     def after_fork_in_child(self) -> None:
         """Put back the handlers and the wakeup fd: the runs are the parent's."""
         mask = self._masks.get(threading.get_ident())
-        self._restore()
+        if self._thread is not None:
+            self._restore()
         self._pipe.close()
         self._functions, self._thread = 0, None
         self.__init__(self._end_runs, self._tell_services, self._on_row)  # type: ignore[misc]

@@ -146,8 +146,6 @@ class Stopping:
         if _state.stopping is not self:
             return
         _state.forget()
-        if self._call.listener is not None:
-            self._call.listener.postpone(None)
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 

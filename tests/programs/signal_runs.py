@@ -289,18 +289,12 @@ def loader(workers: str, context: str, is_persistent: str, raising_rank: str = "
 
 
 def opening(settings: str) -> None:
-    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, and two more:
+    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, and one more:
 
-    `alarm`: after how many seconds the program's watchdog raises. `failing_rank`: raises when the file `go` is there.
+    `failing_rank`: raises when the file `go` is there.
     """
     arguments = json.loads(settings)
     failing_rank = arguments.pop("failing_rank", None)
-
-    def watchdog(*_: object) -> None:
-        raise TimeoutError("the program's own")
-
-    signal.signal(signal.SIGALRM, watchdog)
-    signal.alarm(arguments.pop("alarm", 0))
 
     @tracking_init(id="ours", **arguments)
     def train() -> None:
