@@ -198,7 +198,8 @@ class Sigterm(PerProcess):
         Raises:
             SystemExit: It has.
         """
-        if self._unwinds and self._has_handler and time.monotonic() > self._due_at:
+        is_due = self._unwinds and self._has_handler and time.monotonic() > self._due_at
+        if is_due and not self._is_unwinding:
             raise self._make_exit()
 
     @contextmanager
@@ -328,9 +329,14 @@ class Sigterm(PerProcess):
         due_s = self._answered_at - self._due_at
         if due_s < max(map(self._patience_s, _stack(frame)), default=0.0):
             return
-        was_dropped = len(self._exits) == 1 and self._exits[0]() is None and due_s > _ANSWER_S
+        was_dropped = len(self._exits) == 1 and not self._is_unwinding and due_s > _ANSWER_S
         if not self._exits or was_dropped:
             raise self._make_exit()
+
+    @property
+    def _is_unwinding(self) -> bool:
+        """Whether an exit that was raised is still there: a `finally` block runs, or somebody has kept it."""
+        return any(made() is not None for made in self._exits)
 
     def _act_as_previous(self, number: int, frame: FrameType | None) -> None:
         if number == SIGNAL and callable(self._previous):

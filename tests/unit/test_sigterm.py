@@ -33,6 +33,8 @@ from flyteplugins_tracking.testing import RecordingTracker
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 WATCHED_FILES = (str(Path(flyteplugins_tracking.__file__).parent), contextlib.__file__, __file__)
+# Runs of one id lock each other out, also those of other processes that run these tests.
+PROJECT = f"tests-{os.getpid()}"
 USED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR2)
 
 
@@ -148,11 +150,11 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
     """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
     tracker = EndsRecorder()
 
-    @tracking_init(tracker=tracker, project="tests", id="inner", run_mode="new")
+    @tracking_init(tracker=tracker, project=PROJECT, id="inner", run_mode="new")
     def inner() -> None:
         pass
 
-    @tracking_init(tracker=tracker, project="tests", id="outer")
+    @tracking_init(tracker=tracker, project=PROJECT, id="outer")
     def outer() -> None:
         inner()
 
@@ -268,7 +270,7 @@ def test_an_exit_that_python_or_the_program_drops_waits_or_comes_once_more(drops
     """Else the function would train on for 25 s, and no `finally` block would run."""
     tracker, unwound = EndsRecorder(), []
 
-    @tracking_init(tracker=tracker, project="tests", id="dropped")
+    @tracking_init(tracker=tracker, project=PROJECT, id="dropped")
     def train() -> None:
         try:
             drops()
@@ -288,10 +290,14 @@ def test_an_exit_that_python_or_the_program_drops_waits_or_comes_once_more(drops
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_finally_that_lasts_is_not_interrupted(is_async):
-    """The exit is not dropped: it waits, in the function or in the loop that runs it."""
+    """The exit is not dropped: it waits, in the function or in the loop that runs it, and functions are called."""
     tracker, done = EndsRecorder(), []
 
-    @tracking_init(tracker=tracker, project="tests", id="lasts")
+    @tracking_init(tracker=EndsRecorder(), project=PROJECT, id="last", run_mode="new")
+    def evaluate() -> None:
+        done.append("evaluated")
+
+    @tracking_init(tracker=tracker, project=PROJECT, id="lasts")
     def train() -> None:
         try:
             send()
@@ -299,20 +305,20 @@ def test_a_finally_that_lasts_is_not_interrupted(is_async):
         finally:
             goes_on(seconds=2.5)
             send()
-            done.append("saved")
+            evaluate()
 
-    @tracking_init(tracker=tracker, project="tests", id="lasts")
+    @tracking_init(tracker=tracker, project=PROJECT, id="lasts")
     async def train_async() -> None:
         try:
             send()
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(2.5)
-            done.append("saved")
+            evaluate()
 
     with pytest.raises(SystemExit):
         asyncio.run(train_async()) if is_async else train()
-    assert (done, tracker.runs[0].exit_codes) == (["saved"], [143])
+    assert (done, tracker.runs[0].exit_codes) == (["evaluated"], [143])
 
 
 def test_a_signal_that_comes_just_before_a_wait_does_not_wait_for_its_end():
@@ -325,7 +331,7 @@ def test_a_signal_that_comes_just_before_a_wait_does_not_wait_for_its_end():
         time.sleep(0.2)
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
-    @tracking_init(tracker=tracker, project="tests", id="waits")
+    @tracking_init(tracker=tracker, project=PROJECT, id="waits")
     def train() -> bool:
         threading.Thread(target=send_elsewhere).start()
         return called.wait(30)
@@ -339,7 +345,7 @@ def test_a_handler_that_calls_ours_decides_how_the_function_ends(is_put_back):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint. It may put ours back."""
     told, tracker = [], EndsRecorder()
 
-    @tracking_init(tracker=tracker, project="tests", id="chained")
+    @tracking_init(tracker=tracker, project=PROJECT, id="chained")
     def train() -> None:
         chained: Any = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
@@ -392,7 +398,7 @@ def test_a_workers_end_and_ctrl_c_wait_for_a_run_that_is_opened_or_closed(where,
 
     tracker = EndsRecorder(**{f"in_{where}": send_all})
 
-    @tracking_init(tracker=tracker, project="tests", id="handled")
+    @tracking_init(tracker=tracker, project=PROJECT, id="handled")
     def train() -> None:
         assert where == "finish", "it is not called"
 
@@ -416,7 +422,7 @@ def test_ctrl_c_bounds_the_end_in_which_it_comes():
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        tracking_init(tracker=EndsRecorder(in_finish=press), project="tests")(lambda: None)()
+        tracking_init(tracker=EndsRecorder(in_finish=press), project=PROJECT)(lambda: None)()
     assert seen
     assert SIGTERM.interrupted_at is None
 
@@ -525,7 +531,7 @@ def test_without_a_thread_to_be_had_the_function_is_called_without_a_run(monkeyp
     """As in a container whose limit of processes is reached: listening for SIGTERM takes a thread."""
     tracker, called = EndsRecorder(), []
 
-    @tracking_init(tracker=tracker, project="tests", id="no-thread")
+    @tracking_init(tracker=tracker, project=PROJECT, id="no-thread")
     def train() -> str:
         called.append(get_run())
         return "result"
