@@ -174,7 +174,7 @@ def tracked_function(
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+            with _call_of(config_of(args, kwargs), task) as call:
                 result = await function(*args, **kwargs)
             published = call.publish_files(is_async=True)
             if published is not None:
@@ -185,7 +185,7 @@ def tracked_function(
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+        with _call_of(config_of(args, kwargs), task) as call:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
         call.publish_files()

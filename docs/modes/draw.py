@@ -132,8 +132,8 @@ def roles() -> str:
 # What happens after a SIGTERM, with kill_after_s=30: until when at the latest, in seconds, in turn.
 LANES = (
     ("Python code", ((25, "finally blocks have run, and the run ends with 143"),)),
-    ("in a collective, in C code", ((1, "the run ends with 143"), (2, "the process ends"))),
-    ("your own handler", ((1, "it is called"), (25, "the function ends, or the run"))),
+    ("in a collective, in C code", ((1, "the run ends with 143, and then the process"),)),
+    ("your own handler", ((25, "the function ends, or the run"),)),
     ("should_stop()", ((10, "the ranks agree"), (25, "they have saved, the run ends"))),
 )
 KILL_S, LANE_HEIGHT = 30, 72

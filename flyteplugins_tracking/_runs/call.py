@@ -26,9 +26,8 @@ from flyteplugins_tracking._rank.pools import counts_of_world
 from flyteplugins_tracking._rank.topology import Detection, examine
 from flyteplugins_tracking._runs.context import ExecutionContext, Task
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
-from flyteplugins_tracking._util.signals import critical_section
+from flyteplugins_tracking._util.signals import HandlersPutOff, critical_section
 from flyteplugins_tracking._util.text import causes
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._job.failure import Failure
     from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking._runs.run_file import RunFile
-    from flyteplugins_tracking._runs.sigterm import SigtermListener
+    from flyteplugins_tracking._runs.sigterm import Sigterm
     from flyteplugins_tracking._runs.stopping import Stopping
     from flyteplugins_tracking.trackers.base import Tracker
 
@@ -107,7 +106,6 @@ class Call(PerProcess):
         listener: Listens for SIGTERM during the call. Each call has its own start and stop.
         stopping: What `should_stop` has started; None until the function calls it.
         is_parents: Whether this process was forked during the call, and must not end it.
-        end: Stands after the call in its `with` statement, three times: see `CallEnd`.
     """
 
     found: Detection = Detection()
@@ -116,7 +114,7 @@ class Call(PerProcess):
     run_file: RunFile | None = None
     parent_id: str | None = None
     run: Run | None = None
-    listener: SigtermListener | None = None
+    listener: Sigterm | None = None
     stopping: Stopping | None = None
     is_parents: bool = False
     _has_ended = False
@@ -132,7 +130,6 @@ class Call(PerProcess):
         self.task = task
         # Only this thread's own parent: decorated functions in several threads are several training runs.
         self.parent = None if outer is None or outer.is_parents else outer
-        self.end = CallEnd(self)
         self._undo = ExitStack()
         register(self)
 
@@ -150,14 +147,9 @@ class Call(PerProcess):
         Raises:
             TrackingError: The run cannot be opened.
         """
-        late = HANDLERS.put_off(self, _PATIENCE_S, keeps_errors=False)
         try:
-            try:
-                if late is not None:
-                    raise late
+            with HandlersPutOff():
                 self._begin()
-            finally:
-                HANDLERS.put_back(self)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             if isinstance(error, TrackingError):
@@ -173,16 +165,11 @@ class Call(PerProcess):
         """Undo what `__enter__` has done, in reverse: the run is closed with the status of the block. Once."""
         if self.is_parents or self._has_ended:
             return
-        late = HANDLERS.put_off(self, _PATIENCE_S, keeps_errors=True)
-        if late is not None:  # as if it had been raised in the block
-            kind, error, traceback = type(late), late, late.__traceback__
         try:
-            self._undo.__exit__(kind, error, traceback)
-            if late is not None:
-                raise late
+            with HandlersPutOff():
+                self._undo.__exit__(kind, error, traceback)
         finally:
             self._has_ended = True
-            HANDLERS.put_back(self, drops=self.listener is not None and self.listener.ends_process)
 
     @property
     def job(self) -> DistributedInfo | None:
@@ -344,7 +331,7 @@ class Call(PerProcess):
     def _close(self, _: object, error: BaseException | None, __: object) -> None:
         """End the call with the function's status. The run is closed if no other call uses it."""
         if self.listener is not None:
-            self.listener.await_signals()
+            self.listener.has_come()  # even just now: the run's status asks when
         if error is not None and _may_be_of_sigterm(error):
             self._await_sigterm()
         exit_code = 0 if error is None else self._exit_code_of(error)
@@ -369,8 +356,7 @@ class Call(PerProcess):
 
     @property
     def _is_terminated(self) -> bool:
-        is_seen = self.listener is not None and self.listener.terminated
-        return is_seen or HANDLERS.has_come(signal.SIGTERM)
+        return self.listener is not None and self.listener.has_come()
 
     def _reset(self, token: Token[Call | None]) -> None:
         if self.stopping is not None:
@@ -386,7 +372,7 @@ class Call(PerProcess):
     def _exit_code_of(self, error: BaseException) -> int:
         asyncio = sys.modules.get("asyncio")
         is_cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
-        if is_cancelled and self.listener is not None and self.listener.was_interrupted():
+        if is_cancelled and self.listener is not None and self.listener.has_come(signal.SIGINT):
             return INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
         return exit_code_of(error, self.context.success_exceptions)
 
@@ -419,26 +405,6 @@ class Call(PerProcess):
             An awaitable if `is_async` and there are files; else None.
         """
         return None if self.run is None or self.is_parents else self.run.publish_files(self, is_async)
-
-
-class CallEnd:
-    """Ends a call in the place of its own `__exit__`.
-
-    A handler that has not been put off may raise at the first instruction of an `__exit__`, which then does nothing.
-    The `__exit__` around it takes the exception for the block's. Each copy takes one signal's.
-    """
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    @critical_section(_PATIENCE_S)
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._call.__exit__(kind, error, traceback)
 
 
 def _may_be_of_sigterm(error: BaseException) -> bool:

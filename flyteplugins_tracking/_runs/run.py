@@ -27,10 +27,9 @@ from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._runs.call import Call, state
 from flyteplugins_tracking._runs.request import plan_of, request_of
-from flyteplugins_tracking._runs.sigterm import ForkMask, LoopListener, MainThreadListener
+from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import OwnLock, register
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
@@ -81,7 +80,7 @@ def open_run(call: Call) -> Run:
             if call.run_file is not None and call.run_file.base_id == planned.run_id:
                 call.run_file.base_id = run_plan.run_id  # another one, if that run is open in another process
             logger.debug("%s: opening %s", tracker.name, run_plan)
-            request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
+            request = request_of(call, planned, run_plan, SIGTERM, deadline)
             require(tracker)
             handle = _opened(tracker, request)
             if planned.run_id is None and tracker.package is not None:
@@ -207,7 +206,6 @@ def _opened(tracker: Tracker, request: RunRequest) -> Handle:
     try:
         return tracker.open(request)
     except Exception as error:
-        HANDLERS.raise_errors()
         if isinstance(error, TrackingError) or tracker.package is None or tracker.package in sys.modules:
             raise
         text = f"{tracker.package} cannot be imported: {type(error).__name__}: {error}"
@@ -353,7 +351,7 @@ class Run:
             self.handle.id,
         )
         self.is_closed_early = True
-        if terminated_at() is not None:
+        if SIGTERM.terminated:
             self.close(TERMINATED, None)
             return
         if self.opener_exit_code is not None:  # others have joined the run, and have not returned
@@ -397,7 +395,7 @@ class Run:
         if exit_code == INTERRUPTED or (exit_code == 0 and not self.plan.primary):
             return exit_code
         has_succeeded = exit_code == 0
-        terminated = None if has_succeeded else terminated_at()
+        terminated = None if has_succeeded else SIGTERM.terminated_at
         verdict, is_new = self.failures.verdict(failure, terminated, has_succeeded=has_succeeded)
         if verdict is None:
             if has_succeeded:  # what the run's summary has is of an earlier attempt, which did not succeed
@@ -511,27 +509,19 @@ def _for_each_run(action: Callable[[Run], object], timeout_s: float) -> None:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-MAIN_THREAD = register(MainThreadListener(end_open_runs, mark_open_runs, _before_row))
-_LOOP = register(LoopListener(end_open_runs, mark_open_runs, _before_row))
-_FORK_MASK = register(ForkMask())
+SIGTERM = register(Sigterm(end_open_runs, mark_open_runs, _before_row))
 
 
 def listen_for_sigterm(call: Call, timeout_s: float) -> None:
-    """Listen for SIGTERM during the call, if one of the listeners can do that in this thread.
+    """Listen for SIGTERM during the call, if that is possible in this thread.
 
     Args:
         call: The call.
         timeout_s: Seconds that finishing its run may take.
     """
-    if call.world.is_real:
-        listeners = (MAIN_THREAD, _LOOP)
-        call.listener = next((one for one in listeners if one.start(call.tracker.package, timeout_s)), None)
-
-
-def terminated_at() -> float | None:
-    """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
-    return MAIN_THREAD.terminated_at or _LOOP.terminated_at
+    if call.world.is_real and SIGTERM.start(call.tracker.package, timeout_s):
+        call.listener = SIGTERM
 
 
 def _or_terminated(exit_code: int) -> int:
-    return exit_code if terminated_at() is None else TERMINATED
+    return TERMINATED if SIGTERM.terminated else exit_code

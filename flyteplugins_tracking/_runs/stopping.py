@@ -130,16 +130,14 @@ class Stopping:
         WATCH.remove(self._ranks, *filter(None, [self._time_limit]))
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
-        if self._call.listener is not None and self._call.listener is not runs.MAIN_THREAD:
-            self._call.listener.postpone(None)  # the function's thread waits for the signal's effect
+        if self._call.listener is not None:
+            self._call.listener.postpone(None)  # the function has ended, and with it what the signal waits for
 
     def after_close(self) -> None:
         """Forget the function. Called when its run has been closed."""
         if _state.stopping is not self:
             return
         _state.forget()
-        if self._call.listener is not None:
-            self._call.listener.postpone(None)
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
@@ -155,8 +153,8 @@ class Stopping:
 
     def _watch_signals(self) -> None:
         call = self._call
-        if call.listener is None and call.run is None and runs.MAIN_THREAD.start(None, call.config.finish_timeout_s):
-            call.listener = runs.MAIN_THREAD  # which `_close` stops
+        if call.listener is None and call.run is None and runs.SIGTERM.start(None, call.config.finish_timeout_s):
+            call.listener = runs.SIGTERM  # which `_close` stops
         if call.listener is not None:
             call.listener.postpone(self)
         is_main = threading.current_thread() is threading.main_thread()

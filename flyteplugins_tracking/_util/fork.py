@@ -18,10 +18,13 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 import threading
 from typing import TypeVar
 from weakref import WeakValueDictionary
+
+from flyteplugins_tracking._util.signals import critical_section
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ def register(owned: P) -> P:
     return owned
 
 
+@critical_section(math.inf)  # Python drops what is raised in a hook
 def _call_all(name: str) -> None:
     # `valuerefs` copies the references in one step: another thread may register an object meanwhile.
     for reference in _registered.valuerefs():

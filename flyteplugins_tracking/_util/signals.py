@@ -2,8 +2,8 @@
 
 A function is marked as critical where it is written, and recognised by its code object: a move or a new name of its
 module changes nothing. A class that is used in a `with` statement marks its `__enter__` and `__exit__`: between these
-and the block CPython runs no signal handler. SIGTERM's handler, which is the library's, looks for the mark. The other
-handlers are the program's, such as a DataLoader's for SIGCHLD, which raises: `HANDLERS` puts them off.
+and the block CPython runs no signal handler. SIGTERM's handler, which is the library's, looks for the mark. Two of the
+program's handlers are put off while a run is opened or closed: `HandlersPutOff`.
 
 The wakeup fd is the file to which the interpreter writes the number of each signal, wherever the main thread is.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,6 +44,36 @@ def patience_s(code: CodeType) -> float:
     return _patience_s.get(code, 0.0)
 
 
+class HandlersPutOff:
+    """Puts off the program's handlers for SIGCHLD and for the first Ctrl-C, which would leave a run half closed.
+
+    A DataLoader's handler for SIGCHLD raises if a worker was killed. A second Ctrl-C is not put off. If the block
+    raises, the handlers are not called any more: what they raise would take the place of that.
+    """
+
+    def __enter__(self) -> None:
+        self._came: dict[int, FrameType | None] = {}
+        self._handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            found: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD)}
+            self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        for number in self._handlers:
+            signal.signal(number, self._put_off)
+
+    def _put_off(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self._came:
+            self._handlers[number](number, frame)
+        self._came[number] = frame
+
+    def __exit__(self, kind: type[BaseException] | None, _: object, __: object) -> None:
+        put_back = {number for number in self._handlers if signal.getsignal(number) == self._put_off}
+        for number in put_back:
+            signal.signal(number, self._handlers[number])
+        for number, frame in self._came.items():
+            if number in put_back and kind is None:
+                self._handlers[number](number, frame)
+
+
 class WakeupFd:
     """A pipe of this library that replaces the process's wakeup fd, such as an asyncio loop's.
 
@@ -59,23 +90,17 @@ class WakeupFd:
         # may be another file's by then.
         self._number = self._duplicate = -1
 
-    @property
-    def has_replaced(self) -> bool:
-        """Whether another library had a wakeup fd, to which signals are to be forwarded."""
-        return self._duplicate != -1
-
     def divert(self) -> None:
         """Receive the signals from now on. Can be called again, for instance after another wakeup fd was set."""
         current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if current != self._writer:
             self._remember(current)
 
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for signals, and return their numbers; none after the timeout."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for signals, and return whether some have come that are not read."""
         poll = select.poll()  # `select` takes no file of a number above 1023
         poll.register(self.reader, select.POLLIN)
-        poll.poll(None if timeout_s is None else 1000 * timeout_s)
-        return self.received()
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
     def received(self) -> bytes:
         """Return the numbers of the signals that have come since the last call."""
@@ -84,16 +109,13 @@ class WakeupFd:
         return b""
 
     def add(self, number: int) -> None:
-        """Have this number received, as if the signal had come.
-
-        Raises:
-            BlockingIOError: The pipe is full.
-        """
-        os.write(self._writer, bytes([number]))
+        """Have this number received, as if the signal had come, unless there is more than enough to be read."""
+        with suppress(BlockingIOError):
+            os.write(self._writer, bytes([number]))
 
     def forward(self, signals: bytes) -> None:
         """Pass these numbers on to the wakeup fd that was replaced."""
-        if signals and self.has_replaced:
+        if signals and self._duplicate != -1:
             with suppress(OSError):
                 os.write(self._duplicate, signals)
 
@@ -102,7 +124,7 @@ class WakeupFd:
         current = signal.set_wakeup_fd(-1)
         if current != self._writer:
             signal.set_wakeup_fd(current, warn_on_full_buffer=False)
-        elif self.has_replaced:
+        elif self._duplicate != -1:
             with suppress(OSError, ValueError):  # closed since
                 if os.path.sameopenfile(self._number, self._duplicate):
                     signal.set_wakeup_fd(self._number, warn_on_full_buffer=False)
@@ -111,10 +133,14 @@ class WakeupFd:
         """Close the pipe. A forked child closes its own copy after `give_back`."""
         for end in (self.reader, self._writer):
             os.close(end)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep nothing of the wakeup fd that was replaced. Called when nothing is to be forwarded any more."""
         self._remember(-1)
 
     def _remember(self, number: int) -> None:
-        if self.has_replaced:
+        if self._duplicate != -1:
             os.close(self._duplicate)
         self._number = self._duplicate = -1
         if number != -1:

@@ -31,8 +31,12 @@ class Sigterm(Protocol):
     def terminated_at(self) -> float | None:
         """When SIGTERM came, in seconds of `time.monotonic`; None if it has not. It bounds a run's end: `ending`."""
 
+    @property
+    def interrupted_at(self) -> float | None:
+        """When Ctrl-C came while a run is closed, which it bounds too; None if it has not."""
+
     def before_row(self) -> None:
-        """Count a row, and install the library's handler again if the function has replaced it. Fast."""
+        """Count a row, and listen again if an asyncio loop of the function's has taken the signals over. Fast."""
 
 
 class NoSigterm:
@@ -40,6 +44,7 @@ class NoSigterm:
 
     terminated = False
     terminated_at: float | None = None
+    interrupted_at: float | None = None
 
     def before_row(self) -> None:
         """Do nothing."""

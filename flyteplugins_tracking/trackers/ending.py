@@ -14,8 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from flyteplugins_tracking._util.handlers import HANDLERS
-
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Sigterm
     from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -72,7 +70,7 @@ class EndLimit:
     @property
     def _signalled_at(self) -> float | None:
         """When the signal came that bounds the end; None if none has."""
-        return self._sigterm.terminated_at or HANDLERS.interrupted_at
+        return self._sigterm.terminated_at or self._sigterm.interrupted_at
 
     @property
     def until(self) -> float:
@@ -105,7 +103,7 @@ class EndLimit:
         if now > self._moved_at + self._limit_s / 3 and now < self._grown_at + _STILL_S:
             self._ask()
         lasts = self.left_s > 0
-        if lasts and HANDLERS.interrupted_at is not None and not self._has_told:
+        if lasts and self._sigterm.interrupted_at is not None and not self._has_told:
             self._has_told = True
             text = "%s: run %s: its end may take %.0f s from here on. To stop it at once, press Ctrl-C again"
             logger.warning(text, self._title, self._run_id, self.left_s)

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
@@ -355,10 +354,8 @@ def open_or_keep(
     try:
         return open_run()
     except TrackerUnavailableError as error:
-        HANDLERS.raise_errors()
         unavailable = error
     except (AwayError, RejectedError) as error:
-        HANDLERS.raise_errors()
         text, is_outage = f"{tracker.title} cannot be used: {error}. {error.fix}", error.is_outage
         unavailable = TrackerUnavailableError(text, client.LOCAL_FILES if is_outage else "", is_outage=is_outage)
         unavailable.__cause__ = error

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
@@ -114,7 +113,6 @@ def until(deadline: float, action: Callable[[], T]) -> T:
             if result or time.monotonic() + _FIRST_POLL_S > end:
                 return result
         except AwayError as error:
-            HANDLERS.raise_errors()
             end = began + error.patience * (deadline - began)
             if time.monotonic() + _FIRST_POLL_S > end:
                 raise

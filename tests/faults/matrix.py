@@ -35,7 +35,7 @@ class Case:
         fault: What happens.
         scenario: Makes it happen.
         exit_codes: What the server must have been told, in this order.
-        state: The run's state at the end.
+        state: The run's state at the end: one of these, where it depends on who is faster.
         within_s: How soon after the fault the job must have ended on an idle machine; None where nothing is said about
             it. A busy one has `TIME_SCALE` times as long: less than a vendor waits (90 s), or than the training would
             go on by itself.
@@ -78,7 +78,7 @@ class Case:
         late = within_s is not None and (found.seconds is None or found.seconds > within_s)
         checks = {
             f"exit codes {found.exit_codes}, not {self.exit_codes}": found.exit_codes != self.exit_codes,
-            f"state {found.state}, not {self.state}": found.state != self.state,
+            f"state {found.state}, not {self.state}": found.state not in self.state.split(" or "),
             f"failures {found.failures}, not {self.failures}": found.failures not in ((), self.failures),
             "a failure without its text, or with a key": not found.told,
             f"{len(found.logged - kept)} of {len(found.logged)} rows lost": not found.logged <= kept,
@@ -394,7 +394,9 @@ GIVEN: dict[str, Any] = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}, 
 CHOSEN: dict[str, Any] = {"tracking": {"id": jobs.RUN_ID}}
 STEPS: dict[str, Any] = {**CHOSEN, "with_step": True}
 SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
-FAILED, PREEMPTED, PREEMPTING, FINISHED, RUNNING = "failed", "preempted", "preempting", "finished", "running"
+FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "running"
+# The service is told while the handler runs.
+RUNNING_OR_PREEMPTING = "running or preempting"
 
 shared = functools.partial(Case, one_writer=False)  # a run with a client in each rank
 
@@ -424,7 +426,7 @@ CASES = [
         "SIGTERM, a handler with `os._exit`",
         signalled(SIGTERM, "loop", handler="os._exit 6"),
         (),
-        PREEMPTING,
+        RUNNING_OR_PREEMPTING,
         5,
         kept="killed",
     ),
@@ -439,7 +441,7 @@ CASES = [
         "SIGTERM, `os._exit` installed inside",
         signalled(SIGTERM, "loop", handler_inside="os._exit 6"),
         (),
-        PREEMPTING,
+        RUNNING_OR_PREEMPTING,
         5,
         kept="killed",
     ),
@@ -560,7 +562,7 @@ CASES = [
         "shared: SIGTERM, a handler with `os._exit`",
         agent_signalled(SIGTERM, ALL_LOOP, handler="os._exit 6", **GIVEN),
         (),
-        PREEMPTING,
+        RUNNING_OR_PREEMPTING,
         kept="killed",
     ),
     shared("shared: SIGTERM, rank 0 in a collective", agent_signalled(SIGTERM, PEER, **SHARED), (143,), PREEMPTED),

@@ -81,7 +81,7 @@ def test_a_function_that_outlives_the_one_around_it_has_an_open_run(tmp_path):
 
 def test_sigterm_ends_a_run_that_its_opener_has_left(tmp_path):
     with WandbServer() as server:
-        done = jobs.python(tmp_path, jobs.PROGRAMS / "async_sigterm.py", env=server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "signal_runs.py", "joined_async", env=server.environment)
         run = server.run("outer")
     assert done.returncode == 143, done.output
     assert ([row["x"] for row in run.rows], run.exit_codes[-1], run.completed) == ([0, 1], 143, True)

@@ -30,7 +30,7 @@ from flyteplugins_tracking import (
     tracking_run,
 )
 from flyteplugins_tracking._commands.send import main as send
-from flyteplugins_tracking._runs.sigterm import MainThreadListener
+from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.journal import Line, stored
@@ -331,7 +331,7 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
 
     codes = []
     monkeypatch.setattr(JsonlHandle, "end", lambda _, code: codes.append(code))
-    monkeypatch.setattr(MainThreadListener, "_exit_in_the_end", lambda _: None)
+    monkeypatch.setattr(Sigterm, "_exit_late", lambda _: None)
 
     @tracking_init(tracker="jsonl", project="waits", id="i")
     def train():

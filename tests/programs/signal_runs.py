@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,9 +14,10 @@ import time
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, should_stop, tracking_init
 
 PATIENCE_S = 120
+ENDLESS_S = 600  # longer than any test waits
 
 
 def children() -> None:
@@ -143,12 +142,12 @@ def cancelled_async() -> None:
 
 
 def fork_race() -> None:
-    """150 children are told to end as soon as they are forked."""
+    """50 children are told to end as soon as they are forked."""
 
     @tracking_init(project="tests", id="parent")
     def train() -> None:
         fork = multiprocessing.get_context("fork")
-        for n in range(150):
+        for n in range(50):
             process = fork.Process(target=signal.pause)
             process.start()
             process.terminate()
@@ -289,55 +288,13 @@ def loader(workers: str, context: str, is_persistent: str, raising_rank: str = "
     train()
 
 
-def in_closing(case: str) -> None:
-    """Signals come while the run is closed, which a row that the server does not take makes long: see the test."""
-    from flyteplugins_tracking._runs import call
-
-    call._PATIENCE_S = float(PATIENCE_S)  # on a busy machine the signals come long before the end
-    called = []
-
-    def handler(signum: int, _: object) -> None:
-        called.append(signal.Signals(signum).name)
-        if signum == signal.SIGALRM:
-            raise TimeoutError("the program's own")
-
-    for number in (signal.SIGUSR1, signal.SIGALRM):
-        signal.signal(number, handler)
-
-    def tell_closing() -> None:
-        while any(signal.getsignal(number) is handler for number in (signal.SIGUSR1, signal.SIGALRM)):
-            time.sleep(0.01)
-        Path("closing").touch()
-
-    @tracking_init(project="tests", id="ours")
-    def train() -> None:
-        get_run().log({"n": 1})
-        threading.Thread(target=tell_closing, daemon=True).start()
-        if case == "raises":
-            raise ValueError("made to fail")
-
-    try:
-        train()
-    except BaseException as error:
-        print(type(error).__name__, flush=True)
-        raise
-    finally:
-        print(*called, flush=True)
-
-
 def opening(settings: str) -> None:
-    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, and two more:
+    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, and one more:
 
-    `alarm`: after how many seconds the program's watchdog raises. `failing_rank`: raises when the file `go` is there.
+    `failing_rank`: raises when the file `go` is there.
     """
     arguments = json.loads(settings)
     failing_rank = arguments.pop("failing_rank", None)
-
-    def watchdog(*_: object) -> None:
-        raise TimeoutError("the program's own")
-
-    signal.signal(signal.SIGALRM, watchdog)
-    signal.alarm(arguments.pop("alarm", 0))
 
     @tracking_init(id="ours", **arguments)
     def train() -> None:
@@ -421,46 +378,163 @@ def closed_loop() -> None:
     train()
 
 
-def missed() -> None:
-    """The first signal that is sent again is lost, as if it came just before the main thread waits for a lock.
-
-    On a slow machine the handler may be called with no signal that is sent again: then it is tried once more.
-    """
-    handled = threading.Event()
-    kill, sent = signal.pthread_kill, []
-
-    def lose_the_first(thread: int, number: int) -> None:
-        sent.append(number)
-        if len(sent) > 1:
-            kill(thread, number)
-
-    signal.pthread_kill = lose_the_first
-    signal.signal(signal.SIGTERM, lambda *_: handled.set())
+def joined_async() -> None:
+    """The signal comes in a coroutine that goes on in a run when the function that has opened it has returned."""
 
     @tracking_init(project="tests")
-    def train() -> None:
+    async def inner() -> None:
+        joined.set()
+        await outer_is_over.wait()
+        get_run().log({"x": 1})
         os.kill(os.getpid(), signal.SIGTERM)
-        assert handled.wait(PATIENCE_S)
+        await asyncio.sleep(PATIENCE_S)
 
-    while len(sent) < 2:
-        sent.clear()
-        handled.clear()
-        train()
+    @tracking_init(project="tests", id="outer")
+    async def outer() -> asyncio.Future[None]:
+        get_run().log({"x": 0})
+        started = asyncio.ensure_future(inner())
+        await joined.wait()
+        return started
+
+    async def main() -> None:
+        started = await outer()
+        outer_is_over.set()
+        await started
+
+    joined, outer_is_over = asyncio.Event(), asyncio.Event()
+    asyncio.run(main())
 
 
-def many_files() -> None:
-    """The signal comes in a C call, and the wakeup fd has a number that `select` does not take."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
-    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+# Functions in threads beside an asyncio loop. Each writes the process's id to `ready-0` when it has logged.
+
+
+def ready() -> None:
+    Path("ready-0").write_text(str(os.getpid()))
+
+
+def handled_in_thread(installer: str) -> None:
+    """The user's handler is installed by the "loop" or by "signal"; the function logs once more after it."""
+    told = threading.Event()
+
+    def handler(*_: object) -> None:
+        print("told")
+        told.set()
 
     @tracking_init(project="tests")
     def train() -> None:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+        get_run().log({"row": 0})
+        ready()
+        assert told.wait(PATIENCE_S)
+        get_run().log({"row": 1})
 
-    train()
-    assert files
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        if installer == "loop":
+            loop.add_signal_handler(signal.SIGTERM, handler)
+        else:
+            signal.signal(signal.SIGTERM, handler)
+        await loop.run_in_executor(None, train)
+
+    asyncio.run(main())
+
+
+def stops_in_thread() -> None:
+    """The function leaves its loop by itself, and saves."""
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        row = 0
+        while not should_stop():
+            get_run().log({"row": row})
+            row += 1
+            ready()
+            time.sleep(0.01)
+        time.sleep(0.5)
+        Path("saved").touch()
+
+    async def main() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, train)
+
+    asyncio.run(main())
+
+
+def exits_beside_thread() -> None:
+    """The handler unwinds the main thread, which takes a second, while a daemon thread logs on."""
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        while True:
+            get_run().log({"row": 0})
+            ready()
+
+    async def main() -> None:
+        threading.Thread(target=train, daemon=True).start()
+        await asyncio.sleep(ENDLESS_S)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+    try:
+        asyncio.run(main())
+    finally:
+        time.sleep(1)
+
+
+def two_threads(first_is: str) -> None:
+    """Two functions with a run each; at the signal, the first one has "returned" or is "running"."""
+    both = threading.Barrier(2)
+
+    @tracking_init(project="tests", id="first")
+    def first() -> None:
+        get_run().log({"row": 0})
+        both.wait(PATIENCE_S)
+        if first_is == "running":
+            time.sleep(ENDLESS_S)
+
+    @tracking_init(project="tests", id="second")
+    def second() -> None:
+        get_run().log({"row": 0})
+        both.wait(PATIENCE_S)
+        if first_is == "running":
+            ready()
+        time.sleep(ENDLESS_S)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        futures = [loop.run_in_executor(None, function) for function in (first, second)]
+        await asyncio.wait(futures, return_when="FIRST_COMPLETED")
+        ready()
+        await asyncio.wait(futures)
+
+    asyncio.run(main())
+
+
+def forks_in_thread() -> None:
+    """51 forked children are told to end; the first one tells first whether SIGTERM has its default there."""
+
+    def tell(seen: Queue[bool]) -> None:
+        seen.put(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+        signal.pause()
+
+    @tracking_init(project="tests", id="forks")
+    def train() -> None:
+        fork = multiprocessing.get_context("fork")
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        seen = fork.Queue()
+        process = fork.Process(target=tell, args=(seen,))
+        process.start()
+        assert seen.get(timeout=PATIENCE_S)
+        for n in range(50):
+            process.terminate()
+            process.join(PATIENCE_S)
+            assert process.exitcode == -signal.SIGTERM, process.exitcode
+            get_run().log({"n": n})
+            process = fork.Process(target=signal.pause)
+            process.start()
+        process.terminate()
+
+    async def main() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, train)
+
+    asyncio.run(main())
 
 
 if __name__ == "__main__":

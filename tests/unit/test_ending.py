@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking.trackers import ending
 from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -69,9 +68,10 @@ def test_a_sigterm_bounds_an_end_that_has_begun_and_one_that_begins(clock, began
     assert limit.why.startswith("SIGTERM has come")
 
 
-def test_ctrl_c_in_an_end_bounds_it_and_is_told_once(clock, monkeypatch, caplog):
-    limit, start = limit_of(), clock.now
-    monkeypatch.setattr(HANDLERS, "interrupted_at", start + 20)
+def test_ctrl_c_in_an_end_bounds_it_and_is_told_once(clock, caplog):
+    watch, start = NoSigterm(), clock.now
+    limit = limit_of(watch)
+    watch.interrupted_at = start + 20
     clock.now = start + 21
     for _ in range(2):
         limit.moved()

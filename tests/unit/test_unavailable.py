@@ -1,119 +1,19 @@
-"""Which exceptions of an opening are the user's own, and which errors of services are outages."""
+"""Trackers that cannot be used, and which errors of services are outages."""
 
 from __future__ import annotations
 
-import functools
 import os
-import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
-from typing import Any, NoReturn
 
 import pytest
 
 from flyteplugins_tracking import TrackerUnavailableError, tracking_init
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers import Tracker
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.trackio.run import is_outage
 from flyteplugins_tracking.trackers.wandb import drop_empty_variables
-
-
-class Barks:
-    def __call__(self, *_: object) -> NoReturn:
-        raise OSError("mine")
-
-    def bark(self, signum: int, frame: Any) -> NoReturn:
-        raise TimeoutError("mine")
-
-
-def forgets(signum: int, frame: Any) -> NoReturn:
-    del signum, frame
-    raise ConnectionError("mine")
-
-
-def wraps(*given: Any) -> None:
-    forgets(*given)
-
-
-@pytest.fixture(autouse=True)
-def _handler():
-    before = signal.getsignal(signal.SIGALRM)
-    yield
-    signal.signal(signal.SIGALRM, before)
-
-
-class Opens(Tracker):
-    """A third party's tracker, whose client does something with what comes out of its wait for the service."""
-
-    name, title = "opens", "Opens"
-
-    def __init__(self, client: Callable[[Exception], object]) -> None:
-        self.client, self.runs = client, list[EndedRun]()
-
-    def open(self, request: RunRequest) -> Handle:
-        HANDLERS._is_late = True  # as after 5 s
-        try:
-            signal.raise_signal(signal.SIGALRM)
-            time.sleep(5)
-        except Exception as error:
-            self.client(error)
-        self.runs.append(EndedRun(str(request.plan.run_id)))
-        return self.runs[-1]
-
-
-class EndedRun(Handle):
-    def __init__(self, run_id: str) -> None:
-        self.id, self.run, self.exit_codes = run_id, self, list[int]()
-
-    def finish(self, exit_code: int) -> None:
-        self.exit_codes.append(exit_code)
-
-
-def translates(error: Exception) -> None:
-    """As clients do: as a cause, as a context, or as an argument alone."""
-    try:
-        raise RuntimeError("of a client") from error
-    except RuntimeError:
-        raise ConnectionError("of another one") from None
-
-
-def drops(_: Exception) -> None:
-    """As a client does that tries again."""
-
-
-def asks(_: Exception) -> None:
-    """As code of the library does, before it translates."""
-    HANDLERS.raise_errors()
-    raise AssertionError
-
-
-@pytest.mark.parametrize("client", [translates, drops, asks])
-@pytest.mark.parametrize(
-    "handler",
-    [Barks(), Barks().bark, forgets, wraps, functools.partial(Barks.bark, None), lambda *given: Barks()(*given)],
-)
-def test_what_a_handler_raises_in_an_opening_comes_out_and_the_run_has_failed(handler, client):
-    tracker = Opens(client)
-
-    @tracking_init(tracker=tracker, project="tests")
-    def train() -> None:
-        raise AssertionError
-
-    signal.signal(signal.SIGALRM, handler)
-    with pytest.raises(OSError, match="mine"):
-        train()
-    assert [run.exit_codes for run in tracker.runs] == ([[1]] if client is drops else [])
-
-
-def test_what_a_handler_has_raised_before_the_opening_stays_handled():
-    signal.signal(signal.SIGALRM, Barks())
-    with pytest.raises(OSError, match="mine"):
-        signal.raise_signal(signal.SIGALRM)
-    HANDLERS.raise_errors()
 
 
 class Refuses(Tracker):

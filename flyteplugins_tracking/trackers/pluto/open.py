@@ -15,7 +15,6 @@ from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
@@ -70,7 +69,6 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
     except BaseException as error:
         remove_directory(settings.dir)
         if isinstance(error, OSError):
-            HANDLERS.raise_errors()
             raise TrackerUnavailableError(
                 f"Pluto cannot write its local files: {error}. Make room there, or set PLUTO_DIR to another directory.",
                 is_outage=not isinstance(error, PermissionError),
@@ -161,7 +159,6 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
             answer = service.post("/api/runs/resume", body)
             status = answer.status_code
         except Exception as error:
-            HANDLERS.raise_errors()
             kind = type(error).__name__
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         _check_status(status, limit)

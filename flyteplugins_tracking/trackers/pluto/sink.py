@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.files import own_file_in
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.outbox import THREAD, AwayError, RejectedError
@@ -61,8 +60,7 @@ class Service:
             config = answer.json().get("config")
             return dict(json.loads(config) if isinstance(config, str) else config or {})
         except Exception:
-            HANDLERS.raise_errors()
-        return None
+            return None
 
     def _limit_s(self) -> float:
         left_s = REQUEST_S if self.deadline is None else self.deadline - time.monotonic()

@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
@@ -170,7 +169,6 @@ def _init(request: RunRequest, mode: str | None = None, is_automatic: bool = Fal
     except wandb.errors.UsageError:  # of an argument
         raise
     except (wandb.errors.Error, OSError) as error:
-        HANDLERS.raise_errors()
         if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
             text = "Free space in that directory, or set WANDB_DIR to another one."
             raise TrackerUnavailableError(

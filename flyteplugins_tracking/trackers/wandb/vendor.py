@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import is_own_file, read_own
 from flyteplugins_tracking._util.fork import OwnLock, PerProcess, register
-from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import causes, first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -849,7 +848,6 @@ class Reader:
         try:
             return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
         except (wandb.errors.Error, ValueError, OSError, *CHANGED) as error:
-            HANDLERS.raise_errors()
             if "Could not find run" in str(error):
                 return None
             if _is_refusal(error):
