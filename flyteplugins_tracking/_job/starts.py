@@ -128,8 +128,9 @@ def launch_directory(env: Env) -> str:
 def is_task(outer: OuterJob, info: DistributedInfo) -> bool:
     """Whether each task of the job is a rank, as with `srun python`, also if the script sets RANK from SLURM_PROCID."""
     set_by_script = {"RANK": outer.task, "WORLD_SIZE": outer.tasks}
-    is_by_hand = info.launcher in _BY_HAND and children.has(children.variables_at_birth(), set_by_script)
-    return info.launcher in _OF_TASKS or is_by_hand
+    if info.launcher in _BY_HAND:
+        return children.has(children.variables_at_birth(), set_by_script)
+    return info.launcher in _OF_TASKS
 
 
 def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str, ...] | None:
@@ -232,12 +233,11 @@ def _alike(starter: int, outer: OuterJob) -> list[str]:
 
 def _sees_job(task: str) -> bool:
     """Whether this process sees the process of its task of Slurm, if that is known, and has the same /tmp."""
-    try:
-        return not task or (
-            int(task) in proc.lineage() and os.path.samefile(f"/proc/{task}/root/tmp", "/tmp")  # noqa: S108
-        )
-    except PermissionError:  # a program of root's, as an Apptainer that is installed with setuid
-        return True
+    if task and int(task) not in proc.lineage():
+        return False
+    with suppress(PermissionError):  # a program of root's, as an Apptainer that is installed with setuid
+        return not task or os.path.samefile(f"/proc/{task}/root/tmp", "/tmp")  # noqa: S108
+    return True
 
 
 def _start_of(pid: int) -> str:

@@ -85,14 +85,11 @@ class RunFile:
         if is_first:
             self._lock = self._acquire()
         entry = self._earlier_run() if self._lock is not None or not is_first else None
-        found = f"0{_BETWEEN}"
-        if entry is not None:
-            found = f"{max(0, entry['restart_count'] + 1 - call.attempt)}{_BETWEEN}{entry['base_id']}"
-        if call.info is None:
-            return self._take(found)
-        board = None
+        earlier = 0 if entry is None else max(0, entry["restart_count"] + 1 - call.attempt)
+        found = f"{earlier}{_BETWEEN}{'' if entry is None else entry['base_id']}"
+        board, topic = None, f"run_file/{call.tracker.name}.{call.number}"
         with suppress(RuntimeError):  # the store does not answer
-            board = job_board(call.info, os.environ, f"run_file/{call.tracker.name}.{call.number}")
+            board = None if call.info is None else job_board(call.info, os.environ, topic)
         if board is None:
             return self._take(found)
         if is_first:  # agents that start their ranks again keep what the first attempt has found
@@ -218,12 +215,10 @@ class RunFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
-            renamed = f", and when it is open, the file is renamed to {path.name}{_UNREADABLE_SUFFIX}"
-            text, more = (
-                "%s: run_file=%s cannot be read: %s: %s. This is a new run%s",
-                renamed if is_own_file(path) else "",
-            )
-            _warn_once(path, text, self._call.tracker.name, path, type(error).__name__, error, more)
+            text = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
+            if is_own_file(path):
+                text += f", and when it is open, the file is renamed to {path.name}{_UNREADABLE_SUFFIX}"
+            _warn_once(path, text, self._call.tracker.name, path, type(error).__name__, error)
             return None
 
 
