@@ -48,13 +48,13 @@ def simulated(run_mode: Any, rank_scope: Any, nodes: int) -> dict[str, Any]:
             run.log({"loss": 1.0})
 
     began = time.perf_counter()
-    runs = simulate(train, nodes, NODE, threads=False).runs
+    runs = simulate(train, nodes, NODE).runs
     seconds = time.perf_counter() - began
     clients = sum(len(run.ranks) for run in runs)
     kept = len(runs)
     del runs
     tracemalloc.start()
-    simulate(train, nodes, NODE, threads=False)
+    simulate(train, nodes, NODE)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     ranks = nodes * NODE

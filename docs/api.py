@@ -20,8 +20,8 @@ PUBLIC = {
         *("get_distributed_info", "DistributedInfo", "override_distributed_info"),
         *("plan", "RunPlan", "RunMode", "RankScope"),
     ),
-    "Values of all ranks": ("gather_metrics", "prefix_metrics", "process_group"),
-    "Sweeps": ("tracking_sweep", "tracking_sweep_config", "get_sweep_id", "sweep_agent", "get_sweep_parameters"),
+    "Values of all ranks": ("prefix_metrics", "process_group"),
+    "Sweeps": ("tracking_sweep", "tracking_sweep_config", "get_sweep_id", "get_sweep_parameters"),
     "Errors": (
         *("TrackingError", "ConfigError", "TopologyError", "IdentityError"),
         *("TrackerUnavailableError", "TrackerNotInstalledError"),

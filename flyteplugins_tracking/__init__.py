@@ -32,7 +32,6 @@ __all__ = [
     "TrackerNotInstalledError",
     "TrackerUnavailableError",
     "TrackingError",
-    "gather_metrics",
     "get_distributed_info",
     "get_run",
     "get_sweep_id",
@@ -44,7 +43,6 @@ __all__ = [
     "process_group",
     "request_stop",
     "should_stop",
-    "sweep_agent",
     "tracking_config",
     "tracking_init",
     "tracking_run",
@@ -55,30 +53,34 @@ __all__ = [
 # These are loaded on first use: with them, importing the package would take 1.5 times as long.
 if TYPE_CHECKING:
     from flyteplugins_tracking._flyte.tracking_config import tracking_config
-    from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
+    from flyteplugins_tracking._job.metrics import prefix_metrics
     from flyteplugins_tracking._job.process_group import process_group
     from flyteplugins_tracking._job.progress import heartbeat
     from flyteplugins_tracking._runs.stopping import request_stop, should_stop
     from flyteplugins_tracking._sweeps.sweep import (
         get_sweep_id,
         get_sweep_parameters,
-        sweep_agent,
         tracking_sweep,
         tracking_sweep_config,
     )
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_flyte.tracking_config": ("tracking_config",),
-        "_job.metrics": ("gather_metrics", "prefix_metrics"),
+        "_job.metrics": ("prefix_metrics",),
         "_job.process_group": ("process_group",),
         "_job.progress": ("heartbeat",),
         "_runs.stopping": ("request_stop", "should_stop"),
         "_sweeps.sweep": (
             "get_sweep_id",
             "get_sweep_parameters",
-            "sweep_agent",
             "tracking_sweep",
             "tracking_sweep_config",
         ),
     }
-    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES)
+    # What to use instead of a name that has been removed. An entry stays for one release.
+    _REMOVED = {
+        "gather_metrics": 'use torch.distributed.gather_object(), as the docs\' page "Values of all ranks" shows',
+        "sweep_agent": "use wandb.agent(get_sweep_id(), function=objective), or the command `wandb agent` for trials "
+        "that are distributed jobs",
+    }
+    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES, _REMOVED)

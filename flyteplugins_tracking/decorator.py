@@ -90,10 +90,11 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             new run. After a stop by `should_stop()`, the next job goes on in this one. Only the first rank with a run
             needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
-            `role=` and the same `id`. One that is not listed may join too.
+            `role=` and the same `id`. One that is not listed may join too. Only with W&B.
         role: The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job
             begin with `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end
-            the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with run_mode="auto".
+            the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with W&B, and with
+            run_mode="auto".
         project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the one that `run_mode` and `rank_scope` give.
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.
@@ -119,8 +120,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             Nothing is ended. None for never.
         pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the
             next row of the primary rank also has `ranks/slowest`, the rank that the others wait for,
-            `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory,
-            network, disks and GPUs. It uses no collective. None for never.
+            `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and, with the extra `pulse`,
+            `nodes/*`: CPU, memory, network, disks and GPUs. It uses no collective. None for never.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
@@ -175,7 +176,6 @@ def tracked_function(
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
             with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
                 result = await function(*args, **kwargs)
-                call.context.on_return(call)
             published = call.publish_files(is_async=True)
             if published is not None:
                 await published
@@ -188,7 +188,6 @@ def tracked_function(
         with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
-            call.context.on_return(call)
         call.publish_files()
         return result
 
@@ -251,7 +250,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
         if self._was_entered:
             raise ConfigError("this tracking_run(...) has had its block: make another one for the next block")
         is_task = self._call.context.can_publish_files  # and not only a script with flytekit
-        if is_task and not self._call.is_simulated and here() is None:
+        if is_task and here() is None:
             raise ConfigError("tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task")
         process = sys.modules.get("multiprocessing.process")
         if process is not None and getattr(process.current_process(), "_inheriting", False):

@@ -76,10 +76,10 @@ def overview() -> str:
 
 # The places that a row passes on its way from a node without a network, and what passes it on.
 PLACES = (
-    ("compute node", "no network: train.py calls log()", "W&B's own file, or tracking-offline/"),
+    ("compute node", "no network: train.py calls log()", "W&B's own file"),
     ("shared disk", "what is not sent yet", "each row within 30 s, and the state"),
     ("login node", "flyteplugins-tracking send --watch", "HTTPS"),
-    ("service", "running, finished, failed, preempted", ""),
+    ("W&B", "running, finished, failed, preempted", ""),
 )
 PLACE_HEIGHT, WAY = 54, 34
 

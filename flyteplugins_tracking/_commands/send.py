@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from flyteplugins_tracking._commands.directories import SENT, Found, require_unwatched
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -22,19 +23,15 @@ from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
-from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import (
-    Line,
     StoredJournal,
-    exit_code_in,
     remove_torn,
     require_all_sent,
     stored,
 )
-from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
+from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle
 from flyteplugins_tracking.trackers.outbox import (
-    AwayError,
     arguments_to_send,
     but_for,
     how_to_send,
@@ -50,7 +47,7 @@ _HEADER: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("arguments", "run_metadata"), dict),
 }
 _LONGEST_ID = 200
-_EXAMPLE = "example: flyteplugins-tracking send wandb; with --watch, on a login node, while jobs log there"
+_EXAMPLE = "example: flyteplugins-tracking send wandb; with --watch, on a login node, while jobs log to W&B there"
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="send what is there, and end: the default")
-    how.add_argument("--watch", action="store_true", help="stay, and send what runs log while they log it")
+    how.add_argument("--watch", action="store_true", help="stay, and send what runs of W&B log, while they log it")
     parser.add_argument(
         "--interval", type=_seconds, default=15.0, metavar="S", help="with --watch: seconds between looks"
     )
@@ -100,21 +97,19 @@ def _seconds(text: str) -> float:
 def _send(paths: Sequence[Path]) -> Iterator[str]:
     of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
     failed: list[str] = []
-    others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
+    others = [path for path in paths if path not in of_wandb]
     for path in [*others, *of_wandb]:
         try:
-            require_unwatched(path)
-            yield wandb_files.send(path, of_wandb) if path in of_wandb else send_directory(path)
+            if path in of_wandb:
+                require_unwatched(path)
+                yield wandb_files.send(path, of_wandb)
+            else:
+                yield send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
-
-
-def _is_of_role(path: Path) -> bool:
-    arguments = [journal.header.get("arguments") for journal in stored(path)] if path.is_dir() else []
-    return any(isinstance(one, dict) and one.get("role") is not None for one in arguments)
 
 
 def send_directory(directory: Path) -> str:
@@ -124,28 +119,24 @@ def send_directory(directory: Path) -> str:
         TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.
         ValueError: `directory` is not that of a run.
     """
-    journals = journals_in(directory)
+    journals = _journals_in(directory)
     if any(journal.is_open() for journal in journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     is_begun = is_own_file(directory / SENT)
     # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
-    left = [one for one in journals if not is_begun or one.sent().records or any(True for _ in one.lines())]
+    left = [one for one in journals if not is_begun or any(True for _ in one.lines())]
     if not left and not is_begun:
         raise ValueError(
             f"{directory} has nothing of a run" if directory.is_dir() else f"{directory} is not a directory"
         )
-    require_servers(directory, left)
+    _require_sendable(directory, left)
     touch_own(directory / SENT)
-    kept_again = {directory}
-    attempts, rejected = list(attempts_of(left)), 0
-    for attempt in attempts:
-        directories, rows = _send_attempt(attempt, ends_run=attempt is attempts[-1])
-        kept_again |= directories
-        rejected += rows
-    remove_empty(directory)
-    unsent = sorted(str(path) for path in kept_again if stored(path))
-    if unsent:
-        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
+    attempts = list(_attempts_of(left))
+    rejected = sum(_send_attempt(attempt, ends_run=attempt is attempts[-1]) for attempt in attempts)
+    _remove_empty(directory)
+    if stored(directory):
+        command = how_to_send(str(directory))
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {command}")
     require_all_sent(directory)
     if rejected:
         raise TrackerUnavailableError(f"{directory} was sent{but_for(rejected)}", is_outage=False)
@@ -154,8 +145,8 @@ def send_directory(directory: Path) -> str:
     )
 
 
-def require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None:
-    """Refuse journals of a server that is not set up here.
+def _require_sendable(directory: Path, journals: Iterable[StoredJournal]) -> None:
+    """Refuse journals of a server that is not set up here, and of a third party's tracker.
 
     One that the job's variables named may have another address here: then this process has a variable too.
 
@@ -168,9 +159,12 @@ def require_servers(directory: Path, journals: Iterable[StoredJournal]) -> None:
         missing = {one: str(address) for one, address in named.items() if not os.environ.get(one)}
         for variable, address in {**missing, **servers_in(journal.header["arguments"])}.items():
             require_server(directory, variable, address, os.environ.get(variable))
+        if (tracker := journal.header["tracker"]) not in SENT_LATER:
+            text = f"{directory} is of tracker={tracker!r}: its own documentation says how its runs are sent"
+            raise TrackerUnavailableError(text, is_outage=False)
 
 
-def remove_empty(directory: Path) -> None:
+def _remove_empty(directory: Path) -> None:
     """Remove what has nothing to send."""
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
         if not journal.is_open() and not any(True for _ in journal.entries()):
@@ -178,7 +172,7 @@ def remove_empty(directory: Path) -> None:
     remove_torn(directory)
 
 
-def journals_in(directory: Path) -> list[StoredJournal]:
+def _journals_in(directory: Path) -> list[StoredJournal]:
     """Return the journals of a run.
 
     Raises:
@@ -194,7 +188,7 @@ def journals_in(directory: Path) -> list[StoredJournal]:
     return journals
 
 
-def attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:
+def _attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:
     """Yield the journals that are sent together: those of the ranks of one attempt, its primary's first."""
     for attempt in dict.fromkeys(journal.header["attempt"] for journal in journals):
         together = [journal for journal in journals if journal.header["attempt"] == attempt]
@@ -204,28 +198,20 @@ def attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJourna
             yield [primary]
 
 
-def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple[set[Path], int]:
+def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> int:
     """Send the journals of one attempt's ranks. The first one's end is the run's, if this is the last attempt.
 
     Returns:
-        The directories in which the tracker may have kept rows again, and how many rows the service has rejected.
+        How many rows the service has rejected.
     """
-    handle = open_run(journals)
-    handle.ends_run, rejected = ends_run and handle.request.plan.role is None, 0
-    if isinstance(handle, OutboxHandle):
-        handle.wait(handle.request.config.finish_timeout_s)
-        handle.finish(handle.earlier_exit_code)
-        rejected = handle.rejected_rows
-    else:
-        for journal in journals:
-            _log_lines(handle, journal.lines())
-        handle.finish(exit_code_in(journals[0].lines()))
-        for journal in journals:
-            journal.remove()
-    return set(map(Path, handle.unsent())), rejected
+    handle = _open_run(journals)
+    handle.ends_run = ends_run
+    handle.wait(handle.request.config.finish_timeout_s)
+    handle.finish(handle.earlier_exit_code)
+    return handle.rejected_rows
 
 
-def open_run(earlier: Sequence[StoredJournal], *, follows: bool = False) -> ClientHandle:
+def _open_run(earlier: Sequence[StoredJournal]) -> OutboxHandle:
     """Open the run of these journals, which are of one attempt, at its service.
 
     Raises:
@@ -236,7 +222,7 @@ def open_run(earlier: Sequence[StoredJournal], *, follows: bool = False) -> Clie
     arguments = arguments_to_send(header["arguments"])
     config = TrackingConfig.from_arguments({**arguments, "tracker": header["tracker"]})
     run_id, group, is_primary = (header[name] for name in ("id", "group", "primary"))
-    plan = RunPlan(True, run_id, group, is_primary, config.role, writers=1, role=config.role)
+    plan = RunPlan(True, run_id, group, is_primary, writers=1)
     handle = tracker.open(
         RunRequest(
             plan=plan,
@@ -246,35 +232,10 @@ def open_run(earlier: Sequence[StoredJournal], *, follows: bool = False) -> Clie
             has_other_writers=False,
             run_metadata=header["run_metadata"],
             read_secret=lambda: None,
-            may_prompt=threading.current_thread() is threading.main_thread()
-            and sys.stdin is not None
-            and sys.stdin.isatty(),
+            may_prompt=sys.stdin is not None and sys.stdin.isatty(),
             sigterm=NoSigterm(),
             deadline=time.monotonic() + config.init_timeout_s,
             earlier=earlier,
-            follows=follows,
         )
     )
-    if not isinstance(handle, ClientHandle):
-        raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
-    return handle
-
-
-def _log_lines(handle: ClientHandle, lines: Iterable[Line]) -> None:
-    """Log lines to the run of a tracker without an outbox, as third parties have them. The run's end is left out.
-
-    Raises:
-        TrackerUnavailableError: The service does not answer to a call.
-    """
-    for line in lines:
-        if "row" in line:
-            handle.write(line["row"], line["step"])
-        elif "event" in line and line["text"] is None:
-            handle.forget_event(line["event"], list(line["values"]))
-        elif "event" in line:
-            handle.record_event(line["event"], line["values"], line["text"])
-        elif "call" in line:
-            try:
-                repeat_call(handle.run, handle.id, line)
-            except AwayError as error:
-                raise TrackerUnavailableError(str(error)) from error
+    return cast("OutboxHandle", handle)

@@ -1,9 +1,9 @@
 """`flyteplugins-tracking send --watch DIRECTORY...`: send what runs log, while they log it.
 
-A compute node without a network writes what it always writes: W&B's own file, or journals. This process sees the same
-disk and the service. It looks again and again. A run whose writer lives is open at its service, and gets what is new
-(`trackers.wandb.live`, `OutboxHandle.follow`). One that has ended, and was never open here, is sent as `send` does.
-What is sent, `send` and the job's next attempt know too: this process may be killed at any time.
+A compute node without a network writes what it always writes: W&B's own file. This process sees the same disk, and
+W&B. It looks again and again. A run whose writer lives is open at W&B, and gets what is new (`trackers.wandb.live`).
+One that has ended, and was never open here, is sent as `send` does. What is sent, `send` and the job's next attempt
+know too: this process may be killed at any time. Runs of other trackers are named, and left to `send`.
 
 A writer lives while it holds the lock of its journal, or while its files change. By this process's own clock: that of
 another node may differ.
@@ -17,30 +17,18 @@ import signal
 import sys
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
-from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, hold, noting, require_unwatched
-from flyteplugins_tracking._commands.send import (
-    attempts_of,
-    journals_in,
-    open_run,
-    remove_empty,
-    require_servers,
-    send_directory,
-)
-from flyteplugins_tracking._util.files import touch_own
+from flyteplugins_tracking._commands.directories import Found, has_unsent, hold, noting, require_unwatched
 from flyteplugins_tracking._util.fork import OwnLock, register
-from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.text import causes, first_line, printable, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
-from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, files_in, stored
-from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.outbox import but_for
+from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, stored
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import datastore, live, outbox, vendor
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
@@ -48,47 +36,34 @@ from flyteplugins_tracking.trackers.wandb import send as wandb_files
 _ENDED, _OPEN = 4, 256
 # The errors of a directory that cannot be used, or of another user's file: they do not pass by themselves.
 _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
+# What is said of a directory that has rows of another tracker.
+_OF_OTHERS = (
+    "runs of MLflow, Pluto and Trackio are not watched. Send them when the attempt has ended, for instance from cron"
+)
 _printing, _loading = register(OwnLock()), register(OwnLock())
 
 
-class Watched(ABC):
-    """A run that is looked at again and again: found, open at its service, ended.
+class WatchedRun:
+    """A W&B run that is looked at again and again: found, open at W&B, ended.
 
     Attributes:
-        directories: What is not sent of it, in the order of the attempts; of W&B, other ranks before the primary.
-        opened: The run at its service; None if it is not open there.
-        rows: How many rows were sent.
+        directories: What is not sent of it, in the order of the attempts, other ranks before the primary.
+        opened: The run at W&B; None if it is not open there.
         error: What keeps it from being sent; empty for nothing.
         is_refused: Whether that does not pass.
-        is_whole: Whether the service has rejected none of its rows.
         is_written: Whether its writer may live.
     """
 
-    opened: Any = None
+    opened: live.LiveRun | None = None
     doing: Future[None] | None = None
-    rows, error, is_refused, is_whole, is_written = 0, "", False, True, True
+    error, is_refused, is_written = "", False, True
 
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
         self.name, self.directories, self._watched = name, list[Path](), watched
+        self._taken = live.Taken()
         self._seen: object = None
         self._sign_at = 0.0
-
-    def let_go(self) -> None:
-        """Leave the run as it is: another process writes it, or its files are not here any more."""
-        self.opened = None
-
-    @abstractmethod
-    def has_end(self) -> bool:
-        """Whether its last process has kept the status with which it has ended."""
-
-    def is_to_end(self) -> bool:
-        """Whether it is open and nobody else ends it, though its directories count as sent."""
-        return False
-
-    @abstractmethod
-    def send(self) -> str:
-        """Send what is new, and end a run that is not written. Returns what was done then, in words."""
 
     def look(self, killed_s: float) -> None:
         """See whether its writer lives. It is killed so many seconds after its last sign of life."""
@@ -100,7 +75,7 @@ class Watched(ABC):
         if is_held or has_changed:
             self._seen, self._sign_at = seen, time.monotonic()
         # To look for its end, a whole file is read: not of a run that was written since.
-        self.is_written = is_sign or not (time.monotonic() > self._sign_at + killed_s or self.has_end())
+        self.is_written = is_sign or not (time.monotonic() > self._sign_at + killed_s or self._has_end())
 
     def act(self) -> None:
         """Send what is new, and the end of a run that has ended."""
@@ -108,7 +83,7 @@ class Watched(ABC):
             was_open = self.opened is not None
             if not was_open:
                 self.require_usable()
-            text = self.send()
+            text = self._send()
             if text or (self.opened is not None and not was_open):
                 self._say(text or "is open: what it logs is sent")
             self.error, self.is_refused = "", False
@@ -130,25 +105,6 @@ class Watched(ABC):
             TrackerUnavailableError: Another process watches it, or there is no key.
         """
         require_unwatched(self.directories[0], self._watched)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a thread acts on it."""
-        return self.doing is not None and not self.doing.done()
-
-    def _say(self, text: str) -> None:
-        _print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
-
-
-class WandbRun(Watched):
-    """The directories of a W&B run."""
-
-    def __init__(self, name: str, watched: Collection[Path]) -> None:
-        super().__init__(name, watched)
-        self._taken = live.Taken()
-
-    def require_usable(self) -> None:
-        super().require_usable()
         # Settings that another thread loads just now still name W&B's own server, which would get the key.
         with _loading.lock:
             server = vendor.session().settings.base_url
@@ -156,21 +112,32 @@ class WandbRun(Watched):
             text = f"there is no API key for {without_credentials(server)}: run `wandb login`, or set WANDB_API_KEY"
             raise TrackerUnavailableError(text, is_outage=False)
 
-    def has_end(self) -> bool:
-        return outbox.attempt_at(self.directories[-1]).exit_code is not None
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread acts on it."""
+        return self.doing is not None and not self.doing.done()
 
     def is_to_end(self) -> bool:
-        """As a user's `wandb sync` has it: it sends what is there, and no end."""
+        """Whether it is open and nobody else ends it, though its directories count as sent.
+
+        As a user's `wandb sync` has it: it sends what is there, and no end.
+        """
         first = self.directories[0]
         of_id = outbox.directories_of(first.parent, outbox.run_id_of(first))
         return self.opened is not None and first in of_id and all(map(outbox.is_offline, of_id))
 
     def let_go(self) -> None:
+        """Leave the run as it is: another process writes it, or its files are not here any more."""
         if self.opened is not None:
             self.opened.let_go()
         self.opened = None
 
-    def send(self) -> str:
+    def _has_end(self) -> bool:
+        """Whether its last process has kept the status with which it has ended."""
+        return outbox.attempt_at(self.directories[-1]).exit_code is not None
+
+    def _send(self) -> str:
+        """Send what is new, and end a run that is not written. Returns what was done then, in words."""
         if self._is_online():
             self.let_go()
         elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
@@ -179,7 +146,7 @@ class WandbRun(Watched):
             return self._finish()
         if self.opened is not None:
             try:
-                self.rows += self.opened.send(self.directories)
+                self.opened.send(self.directories)
                 if self._taken.look(self.opened):
                     self.let_go()
             except Exception as error:
@@ -196,77 +163,14 @@ class WandbRun(Watched):
         # What was never open here; and in a run with several writers, what W&B lacks.
         left = [path for path in self.directories if not outbox.is_synced(path) or stored(path)]
         texts = [wandb_files.send(path, self.directories) for path in left]
-        return "\n".join(texts) if exit_code is None else _ended(exit_code)
+        return "\n".join(texts) if exit_code is None else f"has ended with exit code {exit_code}, and is sent"
 
     def _is_online(self) -> bool:
         """Whether an attempt of the job writes it that has the service, and sends what others have left."""
         return not all(map(outbox.is_offline, self.directories))
 
-
-class KeptRun(Watched):
-    """The directory with the journals of a run of another tracker."""
-
-    _attempt = ""  # the first journal of the one that is open
-    _waits_for_end = False  # whether its tracker cannot follow a journal
-    _rejected = 0  # rows of the attempts that were ended
-    _paths: Sequence[Path] = ()
-    _journals: Sequence[StoredJournal] = ()
-
-    def has_end(self) -> bool:
-        return any("exit_code" in line for last in self._attempts()[-1:] for line in last[0].lines())
-
-    def send(self) -> str:
-        attempts = self._attempts()
-        online = [one for one in self._journals if not one.header.get("is_kept", True)]
-        if any(one.is_open() for one in online):  # an attempt that has the service sends what others have left
-            self.opened = None
-            return ""
-        if not self.is_written and self.opened is None and (online or not attempts or self._waits_for_end):
-            return send_directory(self.directories[0])
-        if self._waits_for_end or not attempts:
-            return ""
-        exit_code = 1
-        for attempt in attempts:
-            is_last = attempt is attempts[-1]
-            is_written = self.is_written if is_last else any(journal.is_open() for journal in attempt)
-            self.rows += self._open(attempt).follow(attempt, is_written=is_written)
-            if is_written:  # a later attempt's rows come behind all of an earlier one
-                return ""
-            exit_code = self._end(attempt, ends_run=is_last)
-        return _ended(exit_code) + but_for(self._rejected)
-
-    def _attempts(self) -> list[list[StoredJournal]]:
-        paths = files_in(self.directories[0])
-        if paths != self._paths:  # a journal is read as a whole for its header
-            self._journals, self._paths = journals_in(self.directories[0]), paths
-        return list(attempts_of(self._journals))
-
-    def _open(self, attempt: Sequence[StoredJournal]) -> OutboxHandle:
-        if self.opened is None or self._attempt != attempt[0].name:
-            require_servers(self.directories[0], attempt)
-            handle, self._attempt = open_run(attempt, follows=True), attempt[0].name
-            if not isinstance(handle, OutboxHandle):
-                self._waits_for_end = True
-                raise TrackerUnavailableError("a run of this tracker is sent when it has ended")
-            self.opened = handle
-        return cast("OutboxHandle", self.opened)
-
-    def _end(self, attempt: Sequence[StoredJournal], *, ends_run: bool) -> int:
-        handle, self.opened = self._open(attempt), None
-        handle.ends_run = ends_run and handle.request.plan.role is None
-        exit_code = handle.exit_code_of(attempt)
-        handle.finish(exit_code)
-        if str(attempt[0].path.parent) in handle.unsent():
-            raise TrackerUnavailableError("the service has not taken the run's end")
-        touch_own(self.directories[0] / SENT)
-        for journal in attempt:
-            self._rejected += journal.sent().rejected_rows  # also by a watcher before this one
-            handle.before_removal(journal)
-            journal.remove()
-        if ends_run:
-            remove_empty(self.directories[0])
-        self.is_whole = not self._rejected
-        return exit_code
+    def _say(self, text: str) -> None:
+        _print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
 
 
 class Watcher:
@@ -276,7 +180,7 @@ class Watcher:
         runs: Those that are not sent, by their names and projects.
     """
 
-    _sent, _is_whole = 0, True
+    _is_whole = True  # whether nothing of a run that was left was refused
     _problems: Sequence[str] | None = None  # of the directories, at the last look
 
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
@@ -286,24 +190,27 @@ class Watcher:
             TrackerUnavailableError: Another process watches one of them.
             OSError: One cannot be locked.
         """
-        self._locks = {path: hold(path) for path in paths}
+        self._locks = [hold(path) for path in paths]
         self._away: dict[Path, str] = {}  # what cannot be looked at now, with the reason
-        self.runs: dict[tuple[str, str], Watched] = {}
+        self.runs: dict[tuple[str, str], WatchedRun] = {}
         self._paths, self._watched = paths, [path.resolve() for path in paths]
         self._killed_s = killed_s
         self._of_ended, self._of_open = ThreadPoolExecutor(_ENDED), ThreadPoolExecutor(_OPEN)
 
     def look(self) -> None:
-        """Find runs, and have each send what is new, beside the others."""
-        self._away = {path: reason for path in self._paths if (reason := self._reason(path))}
+        """Find runs, and have each send what is new, beside the others.
+
+        Raises:
+            ValueError: A directory is not there any more.
+        """
         found = self._find()
+        _require_directories([path for path in self._paths if path not in self._away])  # what has vanished has no runs
         for key in [key for key, run in self.runs.items() if not (key in found or run.is_busy or self._away)]:
             run = self.runs.pop(key)
             self._of_open.submit(run.let_go)
-            self._sent, self._is_whole = self._sent + run.rows, self._is_whole and run.is_whole and not run.is_refused
+            self._is_whole = self._is_whole and not run.is_refused
         for key, paths in found.items():
-            kind = WandbRun if wandb_files.is_run_directory(paths[0]) else KeptRun
-            run = self.runs.setdefault(key, kind(key[0], self._watched))
+            run = self.runs.setdefault(key, WatchedRun(key[0], self._watched))
             if run.is_busy:
                 continue
             run.directories = paths
@@ -313,13 +220,18 @@ class Watcher:
 
     def _find(self) -> dict[tuple[str, str], list[Path]]:
         """Return what is to be sent of each run, in its order. What cannot be looked at now is looked at again."""
-        looked = Found([path for path in self._paths if path not in self._away], is_watched=True)
-        self._away.update(looked.away)
+        looked = Found(self._paths, is_watched=True)
+        self._away = looked.away
         found: dict[tuple[str, str], list[Path]] = {}
+        of_others: list[str] = []
         for path in looked.runs:
             with noting(self._away, path):
-                if has_unsent(path):
-                    found.setdefault((_name_of(path), _project_of(path)), []).append(path)
+                if not has_unsent(path):
+                    continue
+                if wandb_files.is_run_directory(path):
+                    found.setdefault((_name_of(path), outbox.project_of(path)), []).append(path)
+                else:
+                    of_others.append(f"{_OF_OTHERS}: {how_to_send(str(path))}")
         for key, run in self.runs.items():
             with noting(self._away, run.directories[0]):
                 if key not in found and run.is_to_end():
@@ -328,28 +240,20 @@ class Watcher:
         for key, paths in found.items():
             with noting(self._away, paths[0]):
                 in_order[key] = wandb_files.in_order(paths)
-        before, self._problems = self._problems, [*self._away.values(), *looked.left_out()]
-        # Which directories have no run, or are another user's, is said once.
-        texts = looked.texts if before is None else []
-        for text in (*texts, *(text for text in self._problems if text not in (before or ()))):
-            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._tell(looked.texts, [*self._away.values(), *looked.left_out(), *of_others])
         return in_order
 
-    def _reason(self, path: Path) -> str:
-        """Return why a directory cannot be looked at now; empty if it can. The file of its lock goes with it."""
-        try:
-            if not path.is_dir():
-                self._locks.pop(path, RunLock()).release()
-                return f"{path} is not there: it is looked at again when it is"
-            if path not in self._locks:
-                self._locks[path] = hold(path)
-        except (TrackingError, OSError) as error:  # another process watches it, or its file system does not answer
-            return str(error)
-        return ""
+    def _tell(self, texts: Sequence[str], problems: Sequence[str]) -> None:
+        """Say once which directories have no run, or are another user's; and each problem when it comes."""
+        known = self._problems or ()
+        texts = [*(texts if self._problems is None else ()), *(text for text in problems if text not in known)]
+        self._problems = problems
+        for text in texts:
+            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def release(self) -> None:
         """Leave the directories to other processes."""
-        for lock in self._locks.values():
+        for lock in self._locks:
             lock.release()
 
     @property
@@ -362,12 +266,6 @@ class Watcher:
     def is_all_sent(self) -> bool:
         """Whether everything that there was is sent."""
         return self._is_whole and not (self.runs or self._problems)
-
-    def __str__(self) -> str:
-        runs = list(self.runs.values())
-        count, waiting = sum(run.opened is not None for run in runs), sum(bool(run.error) for run in runs)
-        rows = self._sent + sum(run.rows for run in runs)
-        return f"{len(runs)} runs, {count} open, {waiting} with an error, {rows} rows sent, {time.strftime('%H:%M:%S')}"
 
 
 def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_done: bool) -> NoReturn:
@@ -384,9 +282,8 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
         ValueError: One is not there.
     """
     paths = list({path.resolve(): path for path in paths}.values())
+    _require_directories(paths)
     for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"{path} is not a directory")
         require_unwatched(path)
     watcher = Watcher(paths, killed_s)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -395,8 +292,6 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
     try:
         while True:
             watcher.look()
-            if _is_terminal():
-                _print(str(watcher))
             if until_done and watcher.is_done:
                 break
             time.sleep(interval_s)
@@ -404,10 +299,18 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
                 break
         watcher.release()
         exit_code = int(not watcher.is_all_sent)
+    except ValueError as error:
+        sys.stderr.write(f"cannot send: {printable(str(error))}\n")
     except Exception:
         traceback.print_exc()
     finally:
         os._exit(exit_code)  # at the interpreter's exit, W&B's client would end the open runs, whose jobs still log
+
+
+def _require_directories(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a directory")
 
 
 def _end_process(number: int, _: object) -> None:
@@ -417,35 +320,20 @@ def _end_process(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
-def _ended(exit_code: int) -> str:
-    return f"has ended with exit code {exit_code}, and is sent"
-
-
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
     return datastore.description(directory) is not None and any(True for _ in outbox.attempt_at(directory).rows())
 
 
 def _name_of(directory: Path) -> str:
-    """Return the name of the run of a directory: those of W&B may be of one run. A role has an end of its own."""
-    if not wandb_files.is_run_directory(directory):
-        return str(directory)
+    """Return the name of the run of a directory: several may be of one run. A role has an end of its own."""
     role = "" if wandb_files.is_rank(directory) else f", {wandb_files.label_in(directory)}"
     return f"{directory.parent / outbox.run_id_of(directory)}{role}"
 
 
-def _project_of(directory: Path) -> str:
-    """Return the project of a W&B run: another one's may have the same id, and files in the same directory."""
-    return outbox.project_of(directory) if wandb_files.is_run_directory(directory) else ""
-
-
 def _print(text: str) -> None:
-    """Print a line; on a terminal over the one with the state. Nothing, if nobody reads."""
+    """Print a line. Nothing, if nobody reads."""
     with _printing.lock, suppress(OSError):
         if sys.stdout is not None:
-            sys.stdout.write(f"\r\033[K{printable(text)}" if _is_terminal() else printable(text))
+            sys.stdout.write(printable(text))
             sys.stdout.flush()
-
-
-def _is_terminal() -> bool:
-    return sys.stdout is not None and sys.stdout.isatty()

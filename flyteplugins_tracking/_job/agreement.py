@@ -285,7 +285,7 @@ class Agreement(Duty):
         is_member = self._is_member(decided)
         decision = from_text(_Decision, text) or _Decision(why="the decision on the job's board cannot be read")
         if is_member and decision.step is not None:
-            self._commit(Stop(decided.reason, decided.rank, decision.step))
+            self._commit(Stop(decided.reason, decided.rank, int(decision.step)))
         self._forget_round()
         self._number += 1
         if is_member and decision.why:

@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict
 from datetime import timedelta
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -33,8 +32,8 @@ STORE_TIMEOUT = timedelta(seconds=30)
 # For uses that must not delay the job for longer.
 SHORT_TIMEOUT = timedelta(seconds=10)
 _NAMESPACE = "flyteplugins_tracking"
-# How many strings may be counted and not there, in one reading: a rank counts its string before it stores it.
-_MOST_MISSING = 100
+# How many strings are read from one place on: somebody may have raised the counter.
+_MOST_TEXTS = 2000
 
 
 class Board:
@@ -105,23 +104,12 @@ class Board:
         """Append a string to those of all ranks."""
         self.put(f"text/{self.count('texts', 1)}", text)
 
-    def texts(self) -> list[str]:
-        """Return the strings that all ranks have appended, in their order."""
-        return list(self.numbered_texts(0, ()).values())
-
-    def numbered_texts(self, start: int, known: Container[int]) -> dict[int, str]:
-        """Return the strings of all ranks by their numbers, from `start` on and without the `known`."""
-        texts: dict[int, str] = {}
-        missing = 0
-        for number in range(start, self.count("texts")):
-            text = None if number in known else self.get(f"text/{number + 1}")
-            if text is not None:
-                texts[number] = text
-            elif number not in known:
-                missing += 1
-                if missing > _MOST_MISSING:  # somebody has raised the counter
-                    break
-        return texts
+    def texts(self, start: int = 0, known: Container[int] = ()) -> dict[int, str]:
+        """Return the strings that ranks have appended, by their numbers, from `start` on and without the `known`."""
+        numbers = range(start, min(self.count("texts"), start + _MOST_TEXTS))
+        # A rank counts its string before it stores it.
+        texts = {number: self.get(f"text/{number + 1}") for number in numbers if number not in known}
+        return {number: text for number, text in texts.items() if text is not None}
 
 
 def job_board(info: DistributedInfo, env: Env, topic: str, timeout: timedelta = SHORT_TIMEOUT) -> Board | None:
@@ -143,34 +131,17 @@ def to_text(value: Any) -> str:
 
 
 def from_text(kind: type[T], text: str) -> T | None:
-    """Return the dataclass whose fields a string of the board has, as JSON.
+    """Return the dataclass whose fields a string of the board has, as JSON. The types of the fields are not checked.
 
     None, with one warning, if it is another program's string or a damaged one.
     """
     try:
-        values = {
-            name: printable(value) if isinstance(value, str) else value for name, value in parse_json(text).items()
-        }
-        hints = get_type_hints(kind)
-        if all(_fits(value, hints[name]) for name, value in values.items()):
-            return kind(**values)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    text = text[:80]
-    _warn_once(kind.__name__, "a string on the job's board is left out, since it is no %s: %r", kind.__name__, text)
-    return None
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a field's type."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, each) for each in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if hint is float:
-        return type(value) in (int, float)
-    kind = get_origin(hint) or hint
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        fields = parse_json(text).items()
+        return kind(**{name: printable(value) if isinstance(value, str) else value for name, value in fields})
+    except (ValueError, TypeError, AttributeError):
+        name, text = kind.__name__, text[:80]
+        _warn_once(name, "a string on the job's board is left out, since it is no %s: %r", name, text)
+        return None
 
 
 class OwnStore(dict[str, bytes]):

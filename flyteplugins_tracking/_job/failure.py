@@ -6,7 +6,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -82,7 +82,7 @@ class Failure:
 
     def __str__(self) -> str:
         what = [self.type, self.message] if self.traceback else [self.message]
-        return ": ".join([f"rank {self.rank} on {self.host}", *filter(None, what)])
+        return ": ".join([f"rank {self.rank} on {self.host}", *(str(word) for word in what if word)])
 
 
 def clean_message(text: str) -> str:
@@ -118,25 +118,13 @@ def _of_user(frames: TracebackType | None) -> TracebackType | None:
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an exception only says that another rank has gone, or that a collective was cut off."""
-    names = [kind.__name__ for kind in type(error).__mro__]
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return sounds_secondary(names, _text_of(error), "\n".join(files))
-
-
-def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
-    """As `is_secondary`, for an exception of which only strings are known.
-
-    Args:
-        names: Its class, and its base classes if they are known.
-        message: Its text.
-        frames: The source files of its traceback, or the whole traceback.
-    """
-    if not _TORCH_ERRORS.isdisjoint(names):
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _TORCH_ERRORS:
         return True
     return bool(
-        not _SYSTEM_ERRORS.isdisjoint(names)
-        and _LOST_PEER.search(message[:_LONGEST_UNMASKED])
-        and COLLECTIVES.search(frames)
+        names & _SYSTEM_ERRORS
+        and _LOST_PEER.search(_text_of(error)[:_LONGEST_UNMASKED])
+        and any(COLLECTIVES.search(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
     )
 
 

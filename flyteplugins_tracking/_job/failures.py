@@ -4,13 +4,13 @@ A rank announces its failure before it exits, and so before its agent ends the o
 notice on the job's board. With its node, the store may end too. So ranks of other nodes read notices as they come, and
 acknowledge them: a rank that fails waits a moment for that.
 
-Two other sources tell of ranks that announce nothing: torchelastic's error files, and the exits of this machine's ranks
-(`siblings`).
+The exits of this machine's ranks (`siblings`) tell of those that announce nothing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -18,25 +18,18 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from flyteplugins_tracking._job import siblings
 from flyteplugins_tracking._job.board import from_text, is_torch_loaded, job_board, to_text
-from flyteplugins_tracking._job.failure import (
-    Failure,
-    Verdict,
-    clean_message,
-    clean_traceback,
-    first_cause,
-    sounds_secondary,
-)
+from flyteplugins_tracking._job.failure import Failure, Verdict, first_cause
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.files import read_own
-from flyteplugins_tracking._util.text import parse_json
-from flyteplugins_tracking._util.threads import call_within, run_with_timeout, wait_until
+from flyteplugins_tracking._util.threads import run_with_timeout, wait_until
+from flyteplugins_tracking._util.warn_once import WarnOnce
 
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 # A handler of torchelastic's, which its forked workers inherit, raises this on SIGTERM.
 _TERMINATION = "SignalException"
 # How long a rank that has only lost another one waits for that one's notice.
@@ -55,9 +48,8 @@ _ACKNOWLEDGED = "read"
 _POLL_S = 0.1
 # An exit code has 32 bits.
 _LARGEST_CODE = 2**31
-_ERROR_FILE, _LONGEST_ERROR_FILE = "TORCHELASTIC_ERROR_FILE", 1 << 22
-# The library's own key in them.
-_EXIT_CODE = "exit_code"
+# The file that torchelastic's agent prints when the job ends.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 # What a rank that fails does
@@ -67,7 +59,6 @@ def announce_failure(error: BaseException, failure: Failure, info: DistributedIn
     """Tell the other ranks of the exception that leaves this rank's outermost decorated function."""
     if type(error).__name__ == _TERMINATION:
         return
-    # Also of a SystemExit, for which `record` writes none: a rank that has not imported torch reads no other notice.
     _write_error_file(failure, os.environ)
     _put_notice(failure, info)
 
@@ -105,10 +96,6 @@ def _topic(is_secondary: bool) -> str:
     return "failures/secondary" if is_secondary else "failures/causes"
 
 
-# torchelastic's error files, which its agent prints when the job ends. They are read too: torch itself writes them for
-# functions under `torch.distributed.elastic.multiprocessing.errors.record`, which need not be decorated functions.
-
-
 def _write_error_file(failure: Failure, env: Mapping[str, str]) -> None:
     """Write the failure as `record` does, unless the file is there.
 
@@ -117,45 +104,10 @@ def _write_error_file(failure: Failure, env: Mapping[str, str]) -> None:
     path = env.get(_ERROR_FILE)
     if not path:
         return
-    details = {
-        "py_callstack": failure.traceback,
-        "timestamp": str(int(time.time())),
-        **({} if failure.exit_code == 1 else {_EXIT_CODE: failure.exit_code}),
-    }
+    details = {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))}
     message = {"message": {"message": f"{failure.type}: {failure.message}", "extraInfo": details}}
     with suppress(OSError), open(path, "x") as file:
         json.dump(message, file)
-
-
-def _read_error_files(info: DistributedInfo, env: Mapping[str, str]) -> list[Failure]:
-    """Return the failures of this node's ranks in this attempt, in their order.
-
-    The agent makes `{directory}/attempt_{n}/{local_rank}/error.json`.
-    """
-    own = Path(env.get(_ERROR_FILE, ""))
-    if own.name != "error.json" or info.local_rank is None:
-        return []
-    failures = []
-    for path in own.parent.parent.glob("*/error.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            failures.append(_failure_of_file(path, info.rank - info.local_rank + int(path.parent.name)))
-    return sorted(failures, key=lambda failure: failure.failed_at)
-
-
-def _failure_of_file(path: Path, rank: int) -> Failure:
-    message = parse_json(read_own(path, _LONGEST_ERROR_FILE).decode())["message"]
-    kind, _, text = message["message"].partition(": ")
-    stack = message["extraInfo"]["py_callstack"]
-    code = message["extraInfo"].get(_EXIT_CODE, 1)  # 1 of what `record` has written
-    return Failure(
-        rank=rank,
-        type=kind,
-        message=clean_message(text),
-        exit_code=code if isinstance(code, int) and 0 < code < 256 else 1,
-        traceback=clean_traceback(stack),
-        is_secondary=sounds_secondary([kind.rpartition(".")[2]], text, stack),
-        failed_at=path.stat().st_mtime,
-    )
 
 
 # What a rank that has a run does
@@ -188,10 +140,11 @@ class _Notices(Duty):
         ]
 
     def are_there(self) -> bool:
-        """Whether there are some, as far as that takes no connection to a store: the watch may have one."""
-        if self.board is not Duty.board:
-            with suppress(RuntimeError, OSError):  # the last: a timeout too
-                call_within(_GRACE_S, self.look)
+        """Whether there are some, in the watch's store or in torchelastic's, which lasts longer than any rank."""
+        is_elastic = self._info.launcher == "torchelastic" and is_torch_loaded()
+        if is_elastic or not self.board.is_own:
+            with suppress(RuntimeError):  # there is no thread to be had
+                run_with_timeout(_GRACE_S, self._read_all)
         return any(self._found.values())
 
     def next_wait_s(self) -> float:
@@ -217,7 +170,7 @@ class _Notices(Duty):
         board = self.board.of_topic(_topic(is_secondary))
         if is_secondary not in self._starts:
             self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
-        texts = board.numbered_texts(self._starts[is_secondary], found)
+        texts = board.texts(self._starts[is_secondary], found)
         found.update({number: from_text(Failure, text) for number, text in texts.items()})
         return bool(texts)
 
@@ -280,22 +233,19 @@ class FailureReader:
         A rank whose caller handles its exception ends without an error, which is waited for a moment.
         """
         info = self._info
-        if info is None or self._is_own_run or not self._is_another_failing(info):
+        if info is None or self._is_own_run or not self._is_another_failing():
             return False
 
         def have_ended() -> bool:
             running = set() if self._siblings is None else self._siblings.running()  # this rank is not among them
-            return all(failure.rank not in running for failure in self._announced(info))
+            return all(failure.rank not in running for failure in self._announced())
 
         wait_until(have_ended, _GRACE_S, _GRACE_POLL_S)
         return True
 
-    def _is_another_failing(self, info: DistributedInfo) -> bool:
-        return bool(
-            (self._siblings is not None and self._siblings.failures(None, with_unknown=False))
-            or _read_error_files(info, os.environ)
-            or (self._notices is not None and self._notices.are_there())
-        )
+    def _is_another_failing(self) -> bool:
+        has_ended = self._siblings is not None and bool(self._siblings.failures(None, with_unknown=False))
+        return has_ended or (self._notices is not None and self._notices.are_there())
 
     def _judge(self, own: Failure | None, terminated_at: float | None, has_succeeded: bool) -> Verdict | None:
         if self._info is None or (self._is_own_run and own is not None and not own.is_secondary):
@@ -311,15 +261,18 @@ class FailureReader:
         is_preempted = terminated_at is not None and all(failure.rank == self._info.rank for failure in failures)
         return None if cause is None or (cause.is_secondary and is_preempted) else Verdict(cause, len(failures) - 1)
 
-    def _announced(self, info: DistributedInfo, limit_s: float = _READ_S) -> list[Failure]:
-        notices = [] if self._notices is None else self._notices.read(limit_s)
-        return [*notices, *_read_error_files(info, os.environ)]
+    def _announced(self, limit_s: float = _READ_S) -> list[Failure]:
+        try:
+            return [] if self._notices is None else self._notices.read(limit_s)
+        except (TypeError, ValueError):
+            _warn_once("notices", "the failures that other ranks have announced cannot be read", exc_info=True)
+            return []
 
     def _failures(
         self, info: DistributedInfo, own: Failure | None, terminated_at: float | None, has_succeeded: bool
     ) -> list[Failure]:
         """Return the first failure of each rank, in their order."""
-        announced = self._announced(info, _READ_S if terminated_at is None else _READ_LATE_S)
+        announced = self._announced(_READ_S if terminated_at is None else _READ_LATE_S)
         failures = [failure for failure in announced if not _is_after_sigterm(failure, terminated_at)]
         failures += [] if own is None else [own]
         if self._siblings is not None:

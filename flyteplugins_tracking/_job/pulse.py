@@ -156,7 +156,7 @@ class PulseDuty(Duty):
         self._put_at = time.monotonic()
         self._started_at = proc.started_at()
         self._node = info.worker_index if info.local_rank == 0 else None
-        self._load = None if self._node is None else node_load.LoadMeter()
+        self._load = None if self._node is None else node_load.open_meter()
         progress.reset_steps()
         self._stop_counting = progress.count_optimizer_steps()
         self._random = random.Random()  # noqa: S311 not for keys
@@ -216,13 +216,7 @@ class PulseDuty(Duty):
         silent = self._silence.silent(present, now)
         alive = {rank: pulse for rank, pulse in present.items() if pulse.state == "running" and rank not in silent}
         num_nodes = self._info.num_workers or self._info.world_size
-        loads = {}
-        for rank, pulse in alive.items():
-            if pulse.node is not None:
-                if pulse.node in range(num_nodes) and node_load.is_sound(pulse.load):
-                    loads[pulse.node] = pulse.load
-                else:
-                    self._warn_once("load", "the load of a node is left out: rank %d has put no sound one", rank)
+        loads = {pulse.node: pulse.load for pulse in alive.values() if pulse.node is not None and pulse.load}
         knows_ranks = self._info.world_size == 1 or not self.board.is_own  # a job without a store has no other pulses
         of_ranks = {**metrics(alive), "ranks/silent": len(silent)} if knows_ranks else {}
         try:

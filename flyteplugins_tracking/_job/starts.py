@@ -45,7 +45,7 @@ _UNCOUNTED = "which start of %s in this job this is cannot be told: %s. A restar
 # How often the numbers are looked at again, because another start has taken one meanwhile.
 _LOOKS = 100
 # The launchers that an outer job is itself: each of its tasks is a rank.
-_OF_TASKS = {"flux", "slurm", "konduktor", "skypilot", "sagemaker"}
+_OF_TASKS = {"flux", "slurm", "konduktor", "skypilot"}
 # Those whose variables a script may set from the outer job's.
 _BY_HAND = {"env", "env_rank"}
 
@@ -192,7 +192,7 @@ def _number_of(outer: OuterJob, name: str, starter: int, launch: str, is_of_prog
         OSError: It cannot be told, or there is no place for the links.
     """
     if outer.variable == _SLURM and not _sees_job(os.environ.get("SLURM_TASK_PID", "")):
-        raise OSError("a container with processes or a /tmp of its own does not show the job's others")
+        raise OSError("the job's task is not seen here, as in a container with processes or a /tmp of its own")
     directory = private_directory("starts", digest(*outer, name, length=64), is_of_machine=True)
     started, parent = _start_of(starter), _start_of(proc.parent(starter))
     own = "\n".join((started, "" if is_of_program else parent, launch))

@@ -6,7 +6,6 @@ prevent the bug that every process is rank 0.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo, check_orders
+from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking._util.record import Record, replace
@@ -121,18 +121,14 @@ def _ray_train(_: Launcher, __: Env) -> DistributedInfo | None:
 
 
 def _torchelastic(launcher: Launcher, env: Env) -> DistributedInfo:
-    return launcher.read(env, local_rank=_true_local_rank(env))
-
-
-def _true_local_rank(env: Env) -> int | None:
-    """Return the local rank under `--virtual-local-rank`, which sets LOCAL_RANK=0 in every process; else None.
-
-    The path of the agent's error file contains the true one.
-    """
-    if env.get("LOCAL_RANK") != "0" or not _integer(env, "RANK"):
-        return None
-    match = re.search(r"/attempt_\d+/(\d+)/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
-    return int(match[1]) if match else None
+    """On the first node the local rank is the rank, but under `--virtual-local-rank`: there it is 0 in each process."""
+    info = launcher.read(env)
+    if _integer(env, "GROUP_RANK") == 0 and info.local_rank not in (None, info.rank):
+        raise TopologyError(
+            f"LOCAL_RANK={info.local_rank} contradicts RANK={info.rank} and GROUP_RANK=0: start torchrun without "
+            "--virtual-local-rank, or set the place of each process with override_distributed_info()."
+        )
+    return info
 
 
 def _rank_variables(launcher: Launcher, env: Env) -> DistributedInfo:
@@ -243,31 +239,6 @@ def _is_a_node(env: Env, rank: str, processes: str) -> TopologyError:
     )
 
 
-def _rank_alone(launcher: Launcher, env: Env) -> DistributedInfo | None:
-    info = launcher.read(env)
-    if info.world_size > 1 and _has_left_its_group() and _was_set_late(env, "RANK"):
-        raise TopologyError(
-            f"RANK={info.rank} and WORLD_SIZE={info.world_size} were set in this process for a process group that is "
-            "destroyed: they may be left from an earlier training. Unset them, or call the decorated function after "
-            "torch.distributed.init_process_group()."
-        )
-    return info
-
-
-def _has_left_its_group() -> bool:
-    """Return whether this process had a process group, and has destroyed it. torch keeps the way it was made."""
-    state = loaded("torch.distributed.distributed_c10d")
-    return getattr(state, "_default_pg_init_method", None) is not None and initialised_distributed() is None
-
-
-def _was_set_late(env: Env, name: str) -> bool:
-    """Return whether this process was started without this value of the variable. False if that is unknown."""
-    from flyteplugins_tracking._util import proc
-
-    at_start = proc.variables_at_start(os.getpid())
-    return bool(at_start) and at_start.get(name) != env[name]
-
-
 def _one_process_per_node(gpus_per_node: str) -> Callable[[Launcher, Env], DistributedInfo | None]:
     """Return the function of a launcher that starts one process on each node."""
 
@@ -281,25 +252,6 @@ def _one_process_per_node(gpus_per_node: str) -> Callable[[Launcher, Env], Distr
         return launcher.read(env, names=names, local_rank=0, local_world_size=1)
 
     return detect
-
-
-def _sagemaker(launcher: Launcher, env: Env) -> DistributedInfo | None:
-    """SM_HOSTS is a list, in JSON, and SM_CURRENT_HOST one of its names."""
-    try:
-        hosts = sorted(json.loads(env["SM_HOSTS"]))
-        node = hosts.index(env["SM_CURRENT_HOST"])
-    except (ValueError, TypeError):
-        raise TopologyError(
-            f"SM_CURRENT_HOST={env['SM_CURRENT_HOST']!r} is not in the list SM_HOSTS={env['SM_HOSTS']!r}"
-        ) from None
-    if len(hosts) == 1:
-        return None
-    if (_integer(env, "SM_NUM_GPUS") or 0) > 1:
-        raise _is_a_node(env, "SM_CURRENT_HOST", "SM_NUM_GPUS")
-    size = len(hosts)
-    return launcher.read(
-        env, rank=node, world_size=size, local_rank=0, local_world_size=1, worker_index=node, num_workers=size
-    )
 
 
 # The first that has started the process counts: the variables of an outer launcher describe the agent of an inner one.
@@ -426,19 +378,8 @@ _TABLE = (
         function=_one_process_per_node("SKYPILOT_NUM_GPUS_PER_NODE"),
         is_of_node=True,
     ),
-    # A host of a SageMaker training job, which starts one process.
-    # https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
-    Launcher(
-        "sagemaker",
-        markers=("SM_HOSTS", "SM_CURRENT_HOST"),
-        rank="SM_CURRENT_HOST",
-        world_size="SM_HOSTS",
-        job_id="TRAINING_JOB_NAME",
-        function=_sagemaker,
-        is_of_node=True,
-    ),
     # A script's own RANK and WORLD_SIZE, in no pod. They may be left in a pool's worker from a group that has ended.
-    Launcher("env_rank", markers=("RANK", "WORLD_SIZE"), function=_rank_alone, is_of_node=True),
+    Launcher("env_rank", markers=("RANK", "WORLD_SIZE"), is_of_node=True),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _TABLE}
 
@@ -461,12 +402,32 @@ def refuse_ranks_that_disagree(info: DistributedInfo, env: Env) -> None:
             )
 
 
+def refuse_left_over(info: DistributedInfo, env: Env) -> None:
+    """Refuse the variables that a long-lived worker has from an earlier training: they were set in it for a group.
+
+    torch keeps how its last group was made.
+    """
+    group, at_start = detect_process_group(), proc.variables_at_start(os.getpid())
+    had_group = getattr(loaded("torch.distributed.distributed_c10d"), "_default_pg_init_method", None) is not None
+    has_group = group is not None and (group.rank, group.world_size) == (info.rank, info.world_size)
+    if had_group and not has_group and info.world_size > 1 and at_start and at_start.get("RANK") != env["RANK"]:
+        raise TopologyError(
+            f"RANK={info.rank} and WORLD_SIZE={info.world_size} were set in this process for a process group that is "
+            "destroyed: they may be left from an earlier training. Unset them, or use override_distributed_info()."
+        )
+
+
 def refuse_leftovers(env: Env) -> None:
     """Refuse the variables of an incomplete launcher: no process becomes rank 0 by default."""
     if "RANK" in env and "WORLD_SIZE" not in env and env.get("NUM_NODES") != "1":
         raise TopologyError(
             f"RANK={env['RANK']} is set and WORLD_SIZE is not: is it a process or a node? Start the job with torchrun, "
             "set WORLD_SIZE and LOCAL_RANK too, or unset RANK."
+        )
+    if "," in env.get("SM_HOSTS", ""):  # a list in JSON
+        raise TopologyError(
+            f"SM_CURRENT_HOST={env.get('SM_CURRENT_HOST')} of SM_HOSTS={env['SM_HOSTS']} is a host, not a process: "
+            "start torchrun on each host, or set the place of each process with override_distributed_info()."
         )
     if (_integer(env, "PMI_SIZE") or 1) > 1 and "SLURM_JOB_ID" not in env:
         raise TopologyError(

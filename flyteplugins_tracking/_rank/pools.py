@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.record import Record
@@ -116,9 +115,6 @@ POOLS: Mapping[str, _KnownPool] = {
     "concurrent.futures": _KnownPool(functions=(("concurrent/futures/process.py", "_process_worker"),)),
 }
 _FILES = tuple(file for known in POOLS.values() for file, _ in known.functions)
-_OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-# The variables of the last world of this worker that had a process group: helpers leave them behind.
-_last_world: dict[str, str | None] = {}
 
 
 def innermost_pool() -> Pool | None:
@@ -177,19 +173,6 @@ def is_inherited(launcher: str) -> bool:
     return children.has_inherited_group() if launcher == "process_group" else children.is_forked()
 
 
-def is_left_over(info: DistributedInfo, env: Mapping[str, str]) -> bool:
-    """Return whether a worker's variables are those of a world that it was in before, or contradict its group."""
-    global _last_world
-    variables = {name: env.get(name) for name in _OF_RANK}
-    group = detect_process_group()
-    if group is not None:
-        _last_world = variables
-        return (group.rank, group.world_size) != (info.rank, info.world_size)
-    return info.launcher == "env" and variables == _last_world
-
-
-# The launchers whose ranks may be workers of a pool that is not known here. The ranks of all others end with their job.
-_MAY_LIVE_ON = ("env", "process_group")
 _counts_of_groups: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _counts_of_jobs: dict[str, Counter[str]] = {}
 
@@ -206,5 +189,7 @@ def counts_of_world(info: DistributedInfo | None, pool: Pool | None) -> Counter[
         return None
     if info.launcher == "ray" and info.job_id:
         return _counts_of_jobs.setdefault(info.job_id, Counter())
-    group = children.default_group() if pool is not None or info.launcher in _MAY_LIVE_ON else None
+    # Ranks of these launchers may be workers of a pool that is not known here. Those of all others end with their job.
+    may_live_on = pool is not None or info.launcher in ("env", "process_group")
+    group = children.default_group() if may_live_on else None
     return None if group is None else _counts_of_groups.setdefault(group, Counter())

@@ -18,10 +18,11 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import (
     LAUNCHERS,
     ranks_of_unknown,
+    refuse_left_over,
     refuse_leftovers,
     refuse_ranks_that_disagree,
 )
-from flyteplugins_tracking._rank.pools import Pool, innermost_pool, is_inherited, is_left_over
+from flyteplugins_tracking._rank.pools import Pool, innermost_pool, is_inherited
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -121,6 +122,8 @@ def _without_pool(env: Env) -> Detection:
             continue
         if info.launcher == "env":
             refuse_ranks_that_disagree(info, env)
+        if info.launcher == "env_rank":
+            refuse_left_over(info, env)
         if _counts(info):
             return _rank_or_child(info, variables.read)
         if info.launcher == "env":
@@ -150,7 +153,9 @@ def _in_pool(env: Env, pool: Pool) -> Detection:
             continue
         if error is not None:
             raise error
-        if info is not None and _counts(info) and not is_left_over(info, env):
+        if info is not None and _counts(info):
+            if info.launcher == "env":
+                refuse_left_over(info, env)
             return Detection(_of_pool(info, pool), pool)
     return Detection(pool=pool, parent=parent if pool.is_child else None)
 

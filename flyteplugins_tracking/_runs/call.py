@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -59,16 +59,26 @@ _CLICKS = frozenset({"click", "typer", "asyncclick", "rich_click"})
 _DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
-class Doubles(NamedTuple):
-    """Test doubles for the tracker and for the execution context of a call.
+class World:
+    """What is around the calls of this process. The test kit has a world without services, signals and other processes.
 
     Attributes:
-        tracker: Returns the tracker to use instead of the given one.
-        context: Returns the execution context to use instead of the given one.
+        is_real: Whether there are any.
     """
 
-    tracker: Callable[[Tracker], Tracker]
-    context: Callable[[ExecutionContext], ExecutionContext]
+    is_real = True
+
+    def config(self, config: TrackingConfig) -> TrackingConfig:
+        """Return the arguments that have an effect here."""
+        return config
+
+    def tracker(self, tracker: Tracker) -> Tracker:
+        """Return the tracker to use instead of the given one."""
+        return tracker
+
+    def context(self, context: ExecutionContext) -> ExecutionContext:
+        """Return the execution context to use instead of the given one."""
+        return context
 
 
 class Call(PerProcess):
@@ -87,7 +97,7 @@ class Call(PerProcess):
         context: The platform's side of the call.
         task: The task whose function is called, if it was decorated as one.
         parent: The call around this one, of any tracker.
-        doubles: The test doubles that were active when it began.
+        world: What is around it.
         found: Who this process is; empty if the call has joined another one.
         info: This rank; None outside a distributed job.
         number: The number of this call among those of the tracker in this process, or in this attempt of its task.
@@ -96,7 +106,6 @@ class Call(PerProcess):
         run: The run that it has joined or opened; None on a rank without a run.
         listener: Listens for SIGTERM during the call. Each call has its own start and stop.
         stopping: What `should_stop` has started; None until the function calls it.
-        stop_reason: In a simulation, why the function is asked to stop; None if it is not.
         is_parents: Whether this process was forked during the call, and must not end it.
         end: Stands after the call in its `with` statement, three times: see `CallEnd`.
     """
@@ -109,22 +118,20 @@ class Call(PerProcess):
     run: Run | None = None
     listener: SigtermListener | None = None
     stopping: Stopping | None = None
-    stop_reason: str | None = None
     is_parents: bool = False
     _has_ended = False
 
     def __init__(
         self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
     ) -> None:
-        """Store the arguments. The test doubles that are active take the place of the tracker and the context."""
-        doubles, outer = _thread_doubles.get() or next(reversed(_doubles), None), current.get()
-        self.config = config
-        self.tracker = tracker if doubles is None else doubles.tracker(tracker)
-        self.context = context if doubles is None else doubles.context(context)
+        """Store the arguments, or what the world has instead of them."""
+        self.world, outer = worlds[-1], current.get()
+        self.config = self.world.config(config)
+        self.tracker = self.world.tracker(tracker)
+        self.context = self.world.context(context)
         self.task = task
         # Only this thread's own parent: decorated functions in several threads are several training runs.
         self.parent = None if outer is None or outer.is_parents else outer
-        self.doubles = doubles
         self.end = CallEnd(self)
         self._undo = ExitStack()
         register(self)
@@ -178,18 +185,18 @@ class Call(PerProcess):
             HANDLERS.put_back(self, drops=self.listener is not None and self.listener.ends_process)
 
     @property
-    def is_simulated(self) -> bool:
-        """Whether the process stands for a rank of a test."""
-        return self.context.is_simulated
+    def job(self) -> DistributedInfo | None:
+        """This rank, if the other ranks of its job can be told and heard; None in a simulated job."""
+        return self.info if self.world.is_real else None
 
     @property
     def is_disabled(self) -> bool:
-        """Whether no rank has a run, because the user has turned tracking off. Test doubles send nothing, and stay.
+        """Whether no rank has a run, because the user has turned tracking off. A test has its recorded runs.
 
         Raises:
             ConfigError: The variable has an unknown value.
         """
-        return self.doubles is None and is_disabled()
+        return self.world.is_real and is_disabled()
 
     @property
     def timeout_s(self) -> float | None:
@@ -314,7 +321,7 @@ class Call(PerProcess):
 
         It does so for one call: not if it does it for a function around this one, or in another thread.
         """
-        if not self.config.is_monitored or self.is_simulated or self.is_disabled:
+        if not self.config.is_monitored or self.is_disabled:
             return
         from flyteplugins_tracking._job.hang import RollCallDuty
         from flyteplugins_tracking._job.pulse import PulseDuty
@@ -398,9 +405,9 @@ class Call(PerProcess):
             from flyteplugins_tracking._job.failures import announce_failure
 
             failure = Failure.of_error(error, 0 if self.info is None else self.info.rank, exit_code)
-            if self.info is not None and self.parent is None and not self.is_simulated:
-                announce_failure(error, failure, self.info)
-                _announced.append((failure, self.info))
+            if self.job is not None and self.parent is None:
+                announce_failure(error, failure, self.job)
+                _announced.append((failure, self.job))
         except Exception:
             # The user's exception must leave the function, and not the library's: perhaps no thread can be started.
             logger.warning("the other ranks are not told why this one fails", exc_info=True)
@@ -486,9 +493,8 @@ def _is_clicks(kind: type[BaseException]) -> bool:
 
 # The call of this thread or task.
 current: ContextVar[Call | None] = ContextVar("flyteplugins_tracking_call", default=None)
-# The test doubles of this thread or task; and all of them, the last for threads that do not inherit the context.
-_thread_doubles: ContextVar[Doubles | None] = ContextVar("flyteplugins_tracking_doubles", default=None)
-_doubles: list[Doubles] = []
+# The real world, and those of the tests that run: the last one holds, in every thread.
+worlds = [World()]
 
 
 class _State(PerProcess):
@@ -558,47 +564,14 @@ def here() -> Call | None:
     return _innermost() if state.calls else None
 
 
-def find_simulated(call: Call) -> list[Call]:
-    """Return the running calls of the simulation that `call` belongs to."""
-    with state.lock:
-        return [running for running in state.calls if running.doubles is call.doubles]
-
-
 @contextmanager
-def detached() -> Iterator[None]:
-    """Keep functions in the block from joining a call around it."""
-    token = current.set(None)
+def override(world: World) -> Iterator[None]:
+    """Have another world around the functions that are called in the block, in every thread."""
+    worlds.append(world)
     try:
         yield
     finally:
-        current.reset(token)
-
-
-@contextmanager
-def override(doubles: Doubles) -> Iterator[None]:
-    """Use test doubles for the functions that are called in the block, in every thread."""
-    _doubles.append(doubles)
-    try:
-        yield
-    finally:
-        _doubles.remove(doubles)
-        with state.lock:  # a call may still run, in a thread that waits in vain: no later call must join it
-            state.calls[:] = [call for call in state.calls if call.doubles is not doubles]
-            state.runs[:] = [run for run in state.runs if run.opener.doubles is not doubles]
-
-
-@contextmanager
-def override_here(doubles: Doubles) -> Iterator[None]:
-    """Use test doubles in this thread or task only. They take precedence over `override`.
-
-    Functions in the block join no call around it.
-    """
-    token = _thread_doubles.set(doubles)
-    try:
-        with detached():
-            yield
-    finally:
-        _thread_doubles.reset(token)
+        worlds.remove(world)
 
 
 def _all_trackers(tracker: Tracker) -> list[Tracker]:

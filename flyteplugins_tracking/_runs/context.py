@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.call import Call
     from flyteplugins_tracking.trackers.base import Tracker
 
 # What a platform has not set.
@@ -47,8 +46,6 @@ class ExecutionContext(Record):
         attempt: How many attempts of the task came before.
         on_cluster: Whether nobody sits at this process's terminal.
         success_exceptions: The exceptions that end a function of this platform successfully.
-        is_simulated: Whether the process stands for a rank of a test: signals are not watched, and the run is not
-            locked against other processes.
     """
 
     base_id: str | None = None
@@ -64,7 +61,6 @@ class ExecutionContext(Record):
     attempt: int = 0
     on_cluster: bool = False
     success_exceptions: tuple[type[BaseException], ...] = ()
-    is_simulated: bool = False
 
     def read_secret(self, secret: Any) -> str | None:  # noqa: ARG002
         """Return the value of one of the platform's secret objects; None to use the tracker's own credentials.
@@ -91,9 +87,6 @@ class ExecutionContext(Record):
     def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:  # noqa: ARG002
         """Let the tasks that are called in the block continue `run`."""
         return nullcontext()
-
-    def on_return(self, call: Call) -> None:
-        """Called when the function has returned, and its run is open. An error here is the function's."""
 
 
 class ProcessContext(ExecutionContext):

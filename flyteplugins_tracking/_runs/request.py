@@ -47,7 +47,7 @@ def plan_of(call: Call) -> RunPlan:
         IdentityError: They cannot agree.
     """
     config = call.config
-    if config.run_file is not None and not (call.context.is_simulated or call.found.is_child):
+    if config.run_file is not None and not call.found.is_child:
         call.run_file = RunFile(call, config.run_file)
     identity = Identity(None) if call.parent_id is not None else _identity(call)
     if call.run_file is not None:
@@ -71,7 +71,7 @@ def _identity(call: Call) -> Identity:
         return chosen
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
-        if found.is_child and not context.is_simulated:
+        if found.is_child and call.world.is_real:
             return _identity_beside(call, identity)
     elif found.pool is not None and found.pool.trial is not None:
         identity = identity_of_trial(found.pool.trial)
@@ -112,7 +112,7 @@ def _chosen_identity(call: Call) -> Identity | None:
         _check_variable(call, str(from_env.base_id))
         is_ranks = call.found.parent is None or config.role is not None
         return from_env if is_ranks else _identity_beside(call, from_env)
-    if config.role is not None and not call.context.is_simulated:
+    if config.role is not None and call.world.is_real:
         variables = "".join(f", or set {name}" for name in tracker.run_id_variables[:1])
         raise IdentityError(
             f"role={config.role!r} joins the run of another job, and nothing says which: pass id=..., that of the job "

@@ -65,7 +65,7 @@ def open_run(call: Call) -> Run:
     listen_for_sigterm(call, config.finish_timeout_s)
     with ExitStack() as undo:
         # From here on, and not when the run is open: that may take seconds, and a rank may die meanwhile.
-        is_alone = call.is_simulated or info is None or info.world_size == 1
+        is_alone = call.job is None or call.job.world_size == 1
         failures = FailureReader(info, is_alone=is_alone, is_own_run=config.run_mode == "new")
         undo.callback(failures.stop)
         planned = plan_of(call)
@@ -84,7 +84,7 @@ def open_run(call: Call) -> Run:
             request = request_of(call, planned, run_plan, call.listener or MAIN_THREAD, deadline)
             require(tracker)
             handle = _opened(tracker, request)
-            if planned.run_id is None and not call.is_simulated and tracker.package is not None:
+            if planned.run_id is None and tracker.package is not None:
                 _lock_made_id(call, handle.id, undo)
             left_s = deadline - time.monotonic()
             logger.debug("%s: run %s is open, %.1f s before its deadline", tracker.name, handle.id, left_s)
@@ -143,7 +143,7 @@ def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
         ConfigError: The run has roles, and this job is none.
     """
     is_shared = call.info is not None and call.config.run_mode == "shared" and planned.role is None
-    if planned.run_id is None or not (planned.ends_run or is_shared) or call.is_simulated:
+    if planned.run_id is None or not (planned.ends_run or is_shared) or not call.world.is_real:
         return planned
     config, name = call.config, call.tracker.name
     of_run = _lock_name(call, planned.run_id) + ("" if planned.ends_run else f"/{planned.label}")
@@ -250,7 +250,7 @@ class Run:
     may_be_rank: bool = False
 
     def __post_init__(self) -> None:
-        self.may_be_rank = self.opener.info is None and not self.opener.is_simulated
+        self.may_be_rank = self.opener.info is None
 
     def __repr__(self) -> str:
         state = "closed" if self.closed.is_set() else f"{self.users} calls"
@@ -452,8 +452,7 @@ def _close_with_process() -> None:
     Such a run is that of a function in a daemon thread, or in an asyncio task that was left behind.
     """
     for run in state.open_runs():
-        if not run.opener.is_simulated:
-            run.close_with_process()
+        run.close_with_process()
 
 
 # What is left to do for a run that has ended: its last line and its unsent files
@@ -461,7 +460,7 @@ def _close_with_process() -> None:
 
 def _print_how_to_view(run: Run) -> None:
     """Print how to look at the run: one line a job, or one a worker where each worker has its run."""
-    if not run.plan.primary or run.is_one_of_many or run.opener.is_simulated:
+    if not run.plan.primary or run.is_one_of_many:
         return
     command = run.handle.how_to_view()
     if command:
@@ -524,7 +523,7 @@ def listen_for_sigterm(call: Call, timeout_s: float) -> None:
         call: The call.
         timeout_s: Seconds that finishing its run may take.
     """
-    if not call.is_simulated:
+    if call.world.is_real:
         listeners = (MAIN_THREAD, _LOOP)
         call.listener = next((one for one in listeners if one.start(call.tracker.package, timeout_s)), None)
 

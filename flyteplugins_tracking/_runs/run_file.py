@@ -72,7 +72,6 @@ class RunFile:
         self._path = self._path_of(call.number)
         self._place = dict(call.tracker.place(call.config))
         self._lock: RunLock | None = None
-        self._is_kept = False  # whether the next job finds this job's run in the file
 
     def find(self) -> str | None:
         """Return the base id of the run that goes on, the same on all ranks; None for a new run.
@@ -109,7 +108,6 @@ class RunFile:
         earlier, _, base_id = found.partition(_BETWEEN)
         check_run_id("run_file", base_id or None)
         self.earlier = int(earlier) if earlier.isdecimal() else 0
-        self._is_kept = bool(base_id)
         return base_id or None
 
     def write(self, handle: Handle, *, has_ended: bool) -> None:
@@ -119,7 +117,7 @@ class RunFile:
             handle: This rank's run. One that is disabled leaves the file as it is.
             has_ended: Whether the next job is a new run.
         """
-        if self._lock is None or handle.is_disabled or (has_ended and not self._is_kept):
+        if self._lock is None or handle.is_disabled:
             return
         call, path = self._call, self._path
         base_id, kept = self.base_id or handle.id, self._entry(call.number)
@@ -133,9 +131,8 @@ class RunFile:
                     return  # another user's, a device, a FIFO or a directory, which stays
                 path.replace(path.with_name(path.name + _UNREADABLE_SUFFIX))
             replace_whole(path, json.dumps({**entry, **self._place}, indent=1))
-            self._is_kept = True
         except OSError as error:
-            follows = "goes on in run %s in any case" if self._is_kept else "will not go on in run %s"
+            follows = "goes on in run %s in any case" if kept or has_ended else "will not go on in run %s"
             text = f"%s: run_file=%s cannot be written, so that the next job {follows}: %s"
             _warn_once((path, base_id), text, call.tracker.name, path, base_id, error)
 

@@ -12,18 +12,16 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from types import FrameType
 
 from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
 from flyteplugins_tracking._job.watch import ALONE, WATCH, Duty
 from flyteplugins_tracking._runs import run as runs
-from flyteplugins_tracking._runs.call import Call, find_simulated, here
+from flyteplugins_tracking._runs.call import Call, here
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.signals import critical_section
@@ -35,8 +33,6 @@ SIGTERM, SIGUSR1, TIME_LIMIT = "SIGTERM", "SIGUSR1", "time limit"
 _LATER_S = 1.0
 # How long a signal waits for the start, which may connect to the job's store.
 _PATIENCE_S = 5.0
-# How long Slurm may take to tell a job's time limit.
-_SQUEUE_S = 5.0
 
 
 def should_stop() -> bool:
@@ -70,9 +66,6 @@ def request_stop(reason: str = "request_stop") -> None:
     call = here()
     if call is None:
         logger.warning("request_stop(%r) is ignored: it is not called in a decorated function", reason)
-    elif call.is_simulated:
-        for rank in find_simulated(call):
-            rank.stop_reason = reason
     else:
         stopping = _state.stopping or _start(call)
         stopping.request(reason)
@@ -91,14 +84,13 @@ class Stopping:
         self._timeout_s = min(ROUND_S, self._grace_s)
         self._time_limit: _TimeLimit | None = None
         self._has_usr1 = False
-        self._ranks = Agreement(call.info or ALONE, f"stop/{_functions}", self._on_commit)
-        if call.info is not None and not WATCH.add(
-            call.info, self._ranks, without="only this process is asked to stop"
-        ):
+        self._ranks = Agreement(call.job or ALONE, f"stop/{_functions}", self._on_commit)
+        if call.job is not None and not WATCH.add(call.job, self._ranks, without="only this process is asked to stop"):
             self._ranks = Agreement(ALONE, f"stop/{_functions}", self._on_commit)
         self.counter: CallCounter = self._ranks.counter
-        self._watch_signals()
-        self._watch_time_limit()
+        if call.world.is_real:
+            self._watch_signals()
+            self._watch_time_limit()
 
     def request(
         self, reason: str, timeout_s: float | None = None, otherwise: Callable[[str], object] = lambda _: None
@@ -183,7 +175,8 @@ class Stopping:
             return
         ends_at = _time_limit(self._call.timeout_s)
         if ends_at is None:
-            logger.warning("stop_before_s=%g is ignored: the launcher names no time limit", before_s)
+            text = "stop_before_s=%g is ignored: the launcher names no time limit. Slurm does since 23.02; "
+            logger.warning(text + "before, export SLURM_JOB_END_TIME in the batch script", before_s)
             return
         self._time_limit = _TimeLimit(ends_at - before_s, self.request)
         WATCH.add(info or ALONE, self._time_limit, without="stop_before_s is ignored")
@@ -217,24 +210,11 @@ def _time_limit(timeout_s: float | None) -> float | None:
     if text.isdecimal():
         return float(text)
     if timeout_s is None:
-        return _told_by_squeue(os.environ.get("SLURM_JOB_ID"))
+        return None
     # The pod's process: torchelastic's agent, if this is a worker of it.
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ
     pod = proc.nearest_without("TORCHELASTIC_RUN_ID") if is_worker else os.getpid()
     return proc.started_at(pod) + timeout_s
-
-
-def _told_by_squeue(job_id: str | None) -> float | None:
-    """Return when a job of Slurm's ends, as an older Slurm tells it; None if it does not."""
-    if not job_id:
-        return None
-    command = ["squeue", "--noheader", "--format=%e", f"--jobs={job_id}"]
-    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    try:
-        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SQUEUE_S)  # noqa: S603
-        return datetime.fromisoformat(told.stdout.strip()).timestamp()
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
 
 
 def request_of_service(service: str, otherwise: Callable[[], object]) -> None:
@@ -265,8 +245,6 @@ def _first_call(_: int) -> bool:
     call = here()
     if call is None:
         return False
-    if call.is_simulated:
-        return call.stop_reason is not None
     return _start(call).counter.next()
 
 

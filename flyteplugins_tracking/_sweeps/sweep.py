@@ -1,6 +1,6 @@
 """Sweeps of W&B, which are searches over parameters.
 
-`tracking_sweep` creates one when a function is called, and `sweep_agent` runs its trials in this process.
+`tracking_sweep` creates one when a function is called. W&B's own agents run its trials.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
     """Create a W&B sweep when a function is called, for the function and the tasks that it calls.
 
     It works on the same functions and tasks as `tracking_init`, above or below it. In the function `get_sweep_id()`
-    returns the sweep's id, and `sweep_agent(objective)` or W&B's own `wandb.agent` runs its trials. If the caller
-    already has a sweep, the function uses that one. In a distributed job only rank 0 creates and has it. The service
-    must be available, with an API key that each trial can read: in WANDB_API_KEY or from `wandb login`.
+    returns the sweep's id, and `wandb.agent(get_sweep_id(), function=objective)` runs its trials. If the caller already
+    has a sweep, the function uses that one. In a distributed job only rank 0 creates and has it. The service must be
+    available, with an API key that each trial can read: in WANDB_API_KEY or from `wandb login`.
 
     Args:
         function: The function or task, if the decorator is used without arguments.
@@ -136,6 +136,20 @@ def get_sweep_id() -> str | None:
         ConfigError: The propagated sweep is malformed.
     """
     return flyte_context.propagated(propagation.SWEEP_ID).get("id") or os.environ.get("WANDB_SWEEP_ID")
+
+
+def get_sweep_parameters() -> dict[str, Any]:
+    """Return the parameters of the trial that this process runs, on each rank of it.
+
+    The dict is empty outside a trial.
+    """
+    path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
+    if not path:
+        return {}
+    yaml: Any = importlib.import_module("yaml")  # which W&B's client needs
+    with open(path) as file:
+        parameters = yaml.safe_load(file) or {}
+    return {name: value["value"] for name, value in parameters.items() if name != "wandb_version"}
 
 
 @dataclass(frozen=True)
@@ -219,7 +233,7 @@ def _in_sweep(arguments: Mapping[str, Any]) -> Iterator[None]:
         _configuration(arguments, flyte_context.current_context().propagated)  # fails here if it fails on rank 0
         yield
         return
-    with restored_session() as settings:
+    with _restored_session() as settings:
         sweep = sweep or _new_sweep(arguments)
         # For `wandb.agent(get_sweep_id(), ...)`, which reads the settings again before and in each trial.
         for name in ("project", "entity"):
@@ -230,6 +244,27 @@ def _in_sweep(arguments: Mapping[str, Any]) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def _restored_session() -> Iterator[Any]:
+    """Yield the settings of W&B's session. At the end, restore these and the variables that W&B's sweeps change.
+
+    Raises:
+        TrackerNotInstalledError: wandb is missing.
+    """
+    require(find_tracker("wandb"))
+    from flyteplugins_tracking.trackers.wandb.vendor import session
+
+    before = session().settings
+    changed = {name: getattr(before, name) for name in _CHANGED.values() if name is not None}
+    try:
+        with variables({name: os.environ.get(name) for name in _CHANGED}):
+            yield before
+    finally:
+        after = session().settings  # a teardown makes new ones
+        for name, value in changed.items():
+            setattr(after, name, value)
+
+
 def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Create a sweep and return its id, project and entity."""
     context = flyte_context.current_context()
@@ -237,7 +272,7 @@ def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if context.base_id is not None:
         configuration.setdefault("name", context.base_id)
     host = None if os.environ.get("WANDB_BASE_URL") else configuration.get("host")
-    log_in(host, may_prompt(get_distributed_info(), context))
+    _log_in(host, may_prompt(get_distributed_info(), context))
     timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
     try:
         # W&B's client itself retries for minutes if a server does not answer.
@@ -278,7 +313,7 @@ def _create(configuration: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": sweep_id, **{name: value for name, value in actual_location.items() if value}}
 
 
-def log_in(host: str | None, may_ask: bool) -> None:
+def _log_in(host: str | None, may_ask: bool) -> None:
     """Make sure that W&B has an API key, so that it does not prompt on a rank, and set the session's server to `host`.
 
     Raises:
@@ -304,80 +339,3 @@ def log_in(host: str | None, may_ask: bool) -> None:
             "W&B: there is no API key for this process, and a sweep needs one. Run `wandb login`, or set WANDB_API_KEY"
         )
     wandb.login()
-
-
-@contextmanager
-def restored_session() -> Iterator[Any]:
-    """Yield the settings of W&B's session. At the end, restore these and the variables that W&B's sweeps change.
-
-    Raises:
-        TrackerNotInstalledError: wandb is missing.
-    """
-    require(find_tracker("wandb"))
-    from flyteplugins_tracking.trackers.wandb.vendor import session
-
-    before = session().settings
-    changed = {name: getattr(before, name) for name in _CHANGED.values() if name is not None}
-    try:
-        with variables({name: os.environ.get(name) for name in _CHANGED}):
-            yield before
-    finally:
-        after = session().settings  # a teardown makes new ones
-        for name, value in changed.items():
-            setattr(after, name, value)
-
-
-# The trials
-
-
-def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep_id: str | None = None) -> None:
-    """Run trials of a sweep in this process, as `wandb.agent` does, which calls the objective in a thread.
-
-    For trials that are distributed jobs, start W&B's own agent, `wandb agent`, on a sweep whose `command` is torchrun:
-    the decorated function has the trial's run then, on the ranks that should have it.
-
-    Args:
-        objective: Called without arguments. In it `get_sweep_parameters()` returns the trial's parameters. If it is
-            decorated with `tracking_init`, it has the trial's run.
-        count: How many trials to run; None for all trials of the sweep.
-        sweep_id: The sweep's id or `entity/project/id`; None for the sweep of the enclosing `tracking_sweep`.
-
-    Raises:
-        ConfigError: There is no sweep, the process is one of several ranks, or the objective is async.
-        TrackerUnavailableError: The service has no API key.
-        TrackerNotInstalledError: wandb is missing.
-    """
-    if flyte_context.is_async(objective):
-        raise ConfigError("the objective of sweep_agent must be a plain function: write `def`, not `async def`")
-    info = get_distributed_info()
-    if info is not None and info.world_size > 1:
-        raise ConfigError(
-            f"sweep_agent runs trials in one process, and this is rank {info.rank} of {info.world_size}. Give the "
-            f"sweep command=['torchrun', '--standalone', '--nproc-per-node={info.local_world_size or 1}', "
-            "'${program}'], and start on each machine: wandb agent ENTITY/PROJECT/SWEEP"
-        )
-    sweep = flyte_context.propagated(propagation.SWEEP_ID)
-    if sweep_id is not None and sweep_id != sweep.get("id"):
-        sweep = {"id": sweep_id}
-    if not sweep.get("id"):
-        raise ConfigError("sweep_agent has no sweep: pass sweep_id=..., or call it in a tracking_sweep function")
-    with restored_session():
-        log_in(None, may_prompt(info, flyte_context.current_context()))
-        import wandb
-
-        entity, project = sweep.get("entity"), sweep.get("project")
-        wandb.agent(sweep["id"], function=objective, entity=entity, project=project, count=count)
-
-
-def get_sweep_parameters() -> dict[str, Any]:
-    """Return the parameters of the trial that this process runs, on each rank of it.
-
-    The dict is empty outside a trial.
-    """
-    path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
-    if not path:
-        return {}
-    yaml: Any = importlib.import_module("yaml")  # which W&B's client needs
-    with open(path) as file:
-        parameters = yaml.safe_load(file) or {}
-    return {name: value["value"] for name, value in parameters.items() if name != "wandb_version"}

@@ -80,13 +80,14 @@ def replace_function(original: Callable[..., Any], replacement: Callable[..., An
 
 
 def loaded_on_use(
-    package: dict[str, Any], modules: Mapping[str, Sequence[str]]
+    package: dict[str, Any], modules: Mapping[str, Sequence[str]], removed: Mapping[str, str] = {}
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that loads its public names on first use: PEP 562.
 
     Args:
         package: The `globals()` of the package.
         modules: The names, by the modules of this library that have them.
+        removed: What to use instead of names that the package had in an earlier release.
     """
 
     def load(name: str) -> object:
@@ -94,6 +95,8 @@ def loaded_on_use(
             if name in names:
                 package[name] = value = getattr(import_module(f"flyteplugins_tracking.{module}"), name)
                 return value
+        if name in removed:  # no AttributeError: `from package import name` would replace its message
+            raise ImportError(f"{package['__name__']}.{name} has been removed: {removed[name]}")
         raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
 
     return load, lambda: sorted({*package, *package["__all__"]})

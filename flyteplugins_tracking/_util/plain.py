@@ -1,6 +1,7 @@
 """A user's config as plain JSON values, whatever it is made of: one conversion for all trackers.
 
-Nothing is imported for it: OmegaConf, pydantic, attrs, absl, NumPy and torch are known by what their objects have.
+Nothing is imported for it: pydantic, attrs, absl, NumPy and torch are known by what their objects have. What is no
+mapping, sequence, number, text or array becomes its text, as W&B does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 import sys
 from collections import UserString
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,6 @@ _DEEPEST = 100
 _LARGEST_INT_BITS = 1023
 # Where an object is in memory: it differs in each process, and says nothing.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# Where a value is in a config, for messages: the place of what it is in, and its key there.
-_Place = Any
 _NO_CONFIGS = (str, bytes, Sequence, Set, FunctionType, BuiltinFunctionType, MethodType)
 
 
@@ -35,10 +34,10 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
     """Return a copy of `config` as plain JSON values, which may be NaN or infinite.
 
     What is like a mapping becomes one; sequences and sets become lists; scalars of NumPy and torch numbers; and all
-    else its text, or the name of its class.
+    else its text.
 
     Raises:
-        ConfigError: It is nothing like a mapping, or a mapping in it does not say its keys; the message names that one.
+        ConfigError: It is nothing like a mapping, or does not say its keys.
     """
     if config is None:
         return {}
@@ -47,7 +46,11 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
         values = _attributes_of(config)
     if values is None:
         raise ConfigError(f"{name} must be a mapping, a dataclass or a namespace, got {type(config).__name__}")
-    return _mapping(values, name, (id(config),))
+    try:
+        return _mapping(values, (id(config),))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the keys of {name} cannot be read: {reason}. Pass a mapping of its values") from error
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,55 +74,45 @@ def _attributes_of(config: object) -> Mapping[str, Any] | None:
     """Return the attributes of an object, a class or a module that is used as a config."""
     if isinstance(config, _NO_CONFIGS) or not hasattr(config, "__dict__"):
         return None
-    if isinstance(config, type):
-        kinds = [kind for kind in reversed(config.__mro__) if kind is not object]
-        found = {name: value for kind in kinds for name, value in vars(kind).items()}
-    else:
-        found = dict(vars(config))
-    is_namespace = isinstance(config, (type, ModuleType))
-    return {key: value for key, value in found.items() if not (is_namespace and key.startswith("__"))}
+    if not isinstance(config, (type, ModuleType)):
+        return vars(config)
+    kinds = [kind for kind in reversed(config.__mro__) if kind is not object] if isinstance(config, type) else [config]
+    found = {name: value for kind in kinds for name, value in vars(kind).items()}
+    return {name: value for name, value in found.items() if not name.startswith("__")}
 
 
-def _plain(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
+def _plain(value: Any, inside: tuple[int, ...]) -> Any:
     """Return a value as plain values. `inside` are the objects that it is in."""
     try:
-        return _converted(value, place, inside)
-    except ConfigError:
-        raise
+        for kinds, convert in _SCALARS:
+            if isinstance(value, kinds):
+                return convert(value)
+        mapping = _mapping_of(value)
+        if mapping is None and not isinstance(value, (Sequence, Set)):
+            return _array(value, inside) if hasattr(type(value), "tolist") else _text(value)
+        if len(inside) > _DEEPEST or id(value) in inside:
+            return "[...]" if mapping is None else "{...}"
+        inside = (*inside, id(value))
+        if mapping is not None:
+            return _mapping(mapping, inside)
+        if not isinstance(value, (list, tuple)) and len(value) > _LONGEST_COMPUTED:
+            return _text(value)
+        # A set in an order that is the same in each process, and so after a restart.
+        return [_plain(item, inside) for item in (sorted(value, key=_text) if isinstance(value, Set) else value)]
     except Exception:
         return _text(value)
 
 
-def _converted(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
-    for kinds, convert in _SCALARS:
-        if isinstance(value, kinds):
-            return convert(value)
-    mapping = _mapping_of(value)
-    if mapping is None and not isinstance(value, (Sequence, Set, ValuesView)):
-        return _array(value, place, inside) if hasattr(type(value), "tolist") else _text(value)
-    if len(inside) > _DEEPEST or id(value) in inside:
-        return "[...]" if mapping is None else "{...}"
-    inside = (*inside, id(value))
-    if mapping is not None:
-        return _mapping(mapping, place, inside)
-    if isinstance(value, Sequence) and not isinstance(value, (list, tuple)) and len(value) > _LONGEST_COMPUTED:
-        return _text(value)
-    return [_plain(item, (place, number), inside) for number, item in enumerate(_items_of(value))]
+def _mapping(values: Any, inside: tuple[int, ...]) -> dict[str, Any]:
+    # `keys()`, because some are no mappings, and iterate otherwise.
+    return {_key(key): _plain(_item_of(values, key), inside) for key in list(values.keys())}
 
 
-def _mapping(values: Any, place: _Place, inside: tuple[int, ...]) -> dict[str, Any]:
+def _item_of(values: Any, key: Any) -> Any:
     try:
-        texts = {_key(key): key for key in values.keys()}  # noqa: SIM118 some are no mappings, and iterate otherwise
+        return values[key]
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"the keys of {_name(place)} cannot be read: {reason}. Pass a mapping of its values"
-        ) from error
-    return {text: _plain(_item_of(values, key), (place, text), inside) for text, key in texts.items()}
-
-
-def _name(place: _Place) -> str:
-    return place if isinstance(place, str) else f"{_name(place[0])}[{place[1]!r}]"
+        return f"(cannot be read: {type(error).__name__})"
 
 
 def _key(key: Any) -> str:
@@ -130,40 +123,15 @@ def _key(key: Any) -> str:
         return str(key).lower()
     if isinstance(key, tuple):
         return ",".join(map(_key, key))
-    return _string(key if isinstance(key, str) else _own_text(key))
+    return _string(key) if isinstance(key, str) else _text(key)
 
 
-def _item_of(values: Any, key: Any) -> Any:
-    """Return the value of a key or an index; for one that cannot be read a text, as OmegaConf has it: "???"."""
-    omegaconf: Any = sys.modules.get("omegaconf")
-    try:
-        return values[key]
-    except Exception as error:
-        if omegaconf is None or not omegaconf.OmegaConf.is_config(values):
-            return f"(cannot be read: {type(error).__name__})"
-    try:
-        return str(omegaconf.OmegaConf.to_container(values, resolve=False)[key])
-    except Exception:
-        return "???"
-
-
-def _items_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Sequence):
-        return [_item_of(value, number) for number in range(len(value))]
-    if isinstance(value, Set):  # in an order that is the same in each process, and so after a restart
-        return sorted(
-            value, key=lambda item: (type(item).__name__, item if isinstance(item, (int, float)) else _text(item))
-        )
-    return list(value)
-
-
-def _array(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
+def _array(value: Any, inside: tuple[int, ...]) -> Any:
     """Return a scalar or an array of NumPy, torch or JAX as a number or a list. A large one becomes its text."""
-    is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
-    if is_time or math.prod(getattr(value, "shape", ())) > _LARGEST_ARRAY:
+    if math.prod(getattr(value, "shape", ())) > _LARGEST_ARRAY:
         return _text(value)
     items = value.tolist()  # raises for a tensor without data
-    return _text(value) if type(items) is type(value) else _plain(items, place, inside)
+    return _text(value) if type(items) is type(value) else _plain(items, inside)
 
 
 def _mapping_of(value: Any) -> Any:
@@ -186,10 +154,6 @@ def _present(value: Any, fields: Iterable[Any]) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields if hasattr(value, field.name)}
 
 
-def _is_namespace(kind: type) -> bool:
-    return issubclass(kind, (SimpleNamespace, getattr(sys.modules.get("argparse"), "Namespace", SimpleNamespace)))
-
-
 # What tells by its class that it has fields, and how they are read. A dataclass may also be a mapping.
 _WITH_FIELDS: Sequence[tuple[Callable[[type], bool], Callable[[Any], Any]]] = (
     (
@@ -203,32 +167,21 @@ _WITH_FIELDS: Sequence[tuple[Callable[[type], bool], Callable[[Any], Any]]] = (
     ),
     (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_asdict"), lambda value: value._asdict()),
     (lambda kind: hasattr(kind, "flag_values_dict"), lambda value: value.flag_values_dict()),  # absl
-    (_is_namespace, vars),
+    (lambda kind: issubclass(kind, SimpleNamespace) or hasattr(kind, "_get_kwargs"), vars),  # argparse
 )
 
 
 def _text(value: Any) -> str:
     """Return the text of an object, without its place in memory; or the name of its class."""
-    kind = type(value)
     try:
-        text = _own_text(value)
+        if callable(value) and hasattr(value, "__qualname__"):
+            text = _name_of(value)
+        else:
+            text = str(value.isoformat() if hasattr(type(value), "isoformat") else value)
     except Exception:
-        text = _name_of(kind)
+        text = _name_of(type(value))
     text = _string(_ADDRESS.sub("", text))
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
-
-
-def _own_text(value: Any) -> str:
-    kind: Any = type(value)
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if callable(value) and hasattr(value, "__qualname__"):
-        return _name_of(value)
-    if hasattr(kind, "isoformat"):  # a date or a time
-        return str(value.isoformat())
-    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
-        return _name_of(kind)
-    return str(value)
 
 
 def _name_of(value: Any) -> str:
@@ -238,26 +191,16 @@ def _name_of(value: Any) -> str:
 
 def _string(value: str) -> str:
     """Return a string that UTF-8 can hold."""
-    text = str.__str__(value)
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _integer(value: int) -> int | str:
-    number = int.__int__(value)
-    return number if number.bit_length() <= _LARGEST_INT_BITS else f"{number:#x}"[:_LONGEST_TEXT]
-
-
-def _enum(value: enum.Enum) -> str:
-    return value.name if isinstance(value.name, str) else _text(value)  # combined flags have no name before 3.11
+    return str.__str__(value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # The scalars, each with what it becomes. The first that holds: an enum may also be an int or a string.
 _SCALARS: Sequence[tuple[Any, Callable[[Any], Any]]] = (
-    (enum.Enum, _enum),
+    (enum.Enum, lambda value: _text(value.name or value)),  # combined flags have no name before 3.11
     ((bool, type(None)), lambda value: value),
     (str, _string),
-    (UserString, lambda value: _string(value.data)),  # a sequence of its own class
-    (int, _integer),
+    (int, lambda value: int.__int__(value) if value.bit_length() <= _LARGEST_INT_BITS else hex(value)[:_LONGEST_TEXT]),
     (float, float.__float__),
-    ((bytes, bytearray, memoryview), lambda value: bytes(value).decode("utf-8", "replace")),
+    (bytes, lambda value: value.decode("utf-8", "replace")),
+    (UserString, lambda value: _string(value.data)),  # a sequence of its own class
 )

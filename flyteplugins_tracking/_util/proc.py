@@ -147,21 +147,13 @@ def resident_memory() -> int | None:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else None
 
 
-def cgroups(root: str = "") -> dict[str, str]:
-    """Return the paths of this process's cgroups by their controllers, which version 2 does not name.
-
-    Fields 2 and 3 of /proc/self/cgroup: https://man7.org/linux/man-pages/man7/cgroups.7.html. `root` goes before /proc.
-    """
-    lines = (line.split(":", 2) for line in read(f"{root}/proc/self/cgroup").splitlines())
-    return {controllers: path for _, controllers, path in lines}
-
-
 def oom_kills() -> int:
     """Return how many processes of this one's cgroup the kernel has killed for their memory; 0 if that is unknown.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), and memory.oom_control of version 1.
     """
-    for controllers, path in cgroups().items():
+    # Version 2 names no controllers: https://man7.org/linux/man-pages/man7/cgroups.7.html
+    for _, controllers, path in (line.split(":", 2) for line in read("/proc/self/cgroup").splitlines()):
         events = {
             "": f"/sys/fs/cgroup{path}/memory.events",
             "memory": f"/sys/fs/cgroup/memory{path}/memory.oom_control",

@@ -36,7 +36,7 @@ def _record(tracker: str, name: str, undo: contextlib.ExitStack) -> None:
     @functools.wraps(original)
     def opened(*args: Any, **kwargs: Any) -> Any:
         call = here()
-        if not any(running.is_simulated for running in (state.calls if call is None else [call])):
+        if all(running.world.is_real for running in (state.calls if call is None else [call])):
             return original(*args, **kwargs)
         given, run = signature.bind(*args, **kwargs).arguments, get_run(tracker)
         if not isinstance(run, Run) or given.get("nested"):

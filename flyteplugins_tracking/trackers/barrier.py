@@ -16,8 +16,6 @@ from flyteplugins_tracking.trackers.ending import EndLimit
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-# How often a writer says that its end goes on, and how often the others look, in seconds.
-_TELL_S = 1.0
 
 
 class WriterBarrier:
@@ -50,8 +48,6 @@ class WriterBarrier:
         self._label, self._others = label, [other for other in others if other != label]
         self._entry = self._ends = 0
         self._is_primary = self.is_retry = self._hosts_board = False
-        self._told = 0  # how often this writer has said that its end goes on
-        self._told_at = 0.0
 
     @classmethod
     def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
@@ -124,14 +120,6 @@ class WriterBarrier:
         if exit_code == 0:
             self.stay(EndLimit(title, str(request.plan.run_id), request.config, request.sigterm))
 
-    def tell_moving(self) -> None:
-        """Tell the others that this writer's end goes on, since the service takes what it has left."""
-        if self._board is None or time.monotonic() < self._told_at + _TELL_S:
-            return
-        self._told, self._told_at = self._told + 1, time.monotonic()
-        with suppress(RuntimeError):
-            self._board.put(f"moving/{self._label}", str(self._told))
-
     def leave(self) -> None:
         """Tell the others that this writer has written all its rows, or, on the primary, that the run has ended."""
         if self._board is None:
@@ -147,7 +135,7 @@ class WriterBarrier:
         """After `leave`, on the rank that hosts the board, wait until the primary has ended the run."""
         if self._board is not None and not self._is_primary and self._hosts_board:
             board = self._board
-            self._await(board, lambda: self._others if board.count("ends") <= self._ends else [], limit)
+            self._await(lambda: self._others if board.count("ends") <= self._ends else [], limit)
 
     def wait(self, limit: EndLimit) -> list[str]:
         """On the primary, wait until the others have left, while there is time and not after a SIGTERM.
@@ -158,19 +146,11 @@ class WriterBarrier:
         if self._board is None or not self._is_primary:
             return []
         board = self._board
-        limit.on_move = self.tell_moving
-        return self._await(board, lambda: self._missing(board), limit)
+        return self._await(lambda: self._missing(board), limit)
 
-    def _await(self, board: Board, missing: Callable[[], list[str]], limit: EndLimit) -> list[str]:
-        """Wait until no writer is missing. What one of them tells about its end gives the others more time."""
-        known: list[str | None] = []
-        looked_at = 0.0
+    def _await(self, missing: Callable[[], list[str]], limit: EndLimit) -> list[str]:
         with suppress(RuntimeError):
             while (late := missing()) and not limit.is_terminated:
-                if time.monotonic() > looked_at + _TELL_S:
-                    known, before, looked_at = [board.get(f"moving/{one}") for one in late], known, time.monotonic()
-                    if before and known != before:
-                        limit.moved()
                 if not limit.lasts():
                     return late
                 time.sleep(_POLL_S)
@@ -181,8 +161,8 @@ class WriterBarrier:
         missing = self.wait(EndLimit(title, str(request.plan.run_id), request.config, request.sigterm))
         if missing:
             logger.warning(
-                "%s: run %s ends now. Nothing has moved for %s since the primary rank's function returned, and these "
-                "writers have not sent all their rows: %s. Pass a longer kill_after_s to wait for them.",
+                "%s: run %s ends now. The primary rank's function returned %s ago, and these writers have not sent all "
+                "their rows: %s. Pass a longer kill_after_s to wait for them.",
                 title,
                 request.plan.run_id,
                 request.config.finish_limit,

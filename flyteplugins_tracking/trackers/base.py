@@ -67,7 +67,6 @@ class RunRequest(Record):
             do not agree.
         earlier: The journals, files with kept rows, that `send` sends. Empty in a job: there the handle looks on this
             disk.
-        follows: Whether other processes may still write these journals: so it is in `send --watch`.
     """
 
     plan: RunPlan
@@ -82,7 +81,6 @@ class RunRequest(Record):
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
     earlier: Sequence[Any] = ()
-    follows: bool = False
 
     @property
     def group(self) -> str | None:
@@ -232,7 +230,7 @@ class Tracker(Protocol):
         run_id_variables: The service's own variables that choose a run. The first one that is set counts.
         arguments: The names of the tracker's own arguments of `tracking_init`, which are in `config.options`.
         unsupported: The features that the service lacks, with the reason. Using one is refused at decoration.
-        takes_roles: Whether several jobs can write to a run: `roles=` and `role=`.
+        takes_roles: Whether several jobs can write to a run, with `roles=` and `role=`. Those of W&B can.
     """
 
     name: str

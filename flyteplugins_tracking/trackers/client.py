@@ -24,10 +24,10 @@ from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.secrets import is_secret_name, masked
 from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
+from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values, roles_error
+from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
@@ -103,16 +103,14 @@ class ClientHandle(Handle):
         self.request = request
         self.ends_run = request.plan.ends_run
         self._title = title
-        prefix = prefix_of(request)
-        self._values = values or MetricSanitizer(title, prefix)
+        self._values = values or MetricSanitizer(title, prefix_of(request))
         self._barrier = WriterBarrier.of_ranks(request, title)
         self._gate = Gate(title, self.id, one_at_a_time=True)
         self._ended_with: int | None = None  # the status that `end` has got
         self._late = threading.RLock()  # held while something is logged to a run that a signal has ended
         self._waiting: deque[Callable[[], object]] = deque()  # what was logged while it ended
         self._is_late = False  # whether something was logged since
-        roles = None if prefix else request.config.roles
-        self._path = RowPath(title, self._gate, request.sigterm.before_row, self._values.clean, roles)
+        self._path = RowPath(title, self._gate, request.sigterm.before_row, self._values.clean)
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._restart_count = request.restart_count if request.plan.primary else 0
@@ -128,10 +126,7 @@ class ClientHandle(Handle):
 
     def end_limit(self) -> EndLimit:
         """Return the limit of an end that begins now: while data moves, and after SIGTERM as `kill_after_s` says."""
-        limit = EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
-        if self._barrier is not None:
-            limit.on_move = self._barrier.tell_moving
-        return limit
+        return EndLimit(self._title, self.id, self.request.config, self.request.sigterm)
 
     def resume(self) -> None:
         """Get ready for more rows: a signal has ended the run, and the function still logs. `end` is called again."""
@@ -235,8 +230,7 @@ class ClientHandle(Handle):
         if step is not None:
             self._last_step = step
         if self._restart_count:  # once: a column that tells the attempts apart costs each service a value
-            name = f"{prefix_of(self.request)}{RESTART_COUNT}" if self.request.plan.role else RESTART_COUNT
-            row, self._restart_count = {**row, name: self._restart_count}, 0
+            row, self._restart_count = {**row, RESTART_COUNT: self._restart_count}, 0
         try:
             self.write(row, step, **kwargs)
         except Exception:
@@ -268,62 +262,9 @@ def prefix_of(request: RunRequest) -> str:
     return f"rank_{request.info.rank if request.info else 0}/" if is_shared else ""
 
 
-def check_roles(request: RunRequest, title: str, known: Any, found: Mapping[str, Any]) -> None:
-    """Refuse to open a run that exists, if this job must not write to it.
-
-    Args:
-        request: The decorator's request for the run.
-        title: The service's name.
-        known: The roles that the run's owner has named; None for a run without roles.
-        found: The run's config, in which a role has its section.
-
-    Raises:
-        ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none, or one
-            with the name of a key of the owner's config.
-    """
-    config, role, run = request.config, request.plan.role, f"{title}: run {request.plan.run_id}"
-    if known is None and role is not None:
-        text = f"it has one writer, its own job. Pass roles=[{role!r}] in that job, and another id in both"
-        raise ConfigError(f"{run} cannot be joined by role={role!r}: {text}")
-    if known is None and config.roles is not None:
-        text = "it exists, and has one writer: pass another id, or leave out roles="
-        raise ConfigError(f"{run} cannot have roles={list(config.roles)}: {text}")
-    names = [str(name) for name in known] if isinstance(known, (list, tuple)) else []
-    is_joined = request.info is None and not request.plan.primary  # by a task that a task with roles has called
-    if known is not None and not config.has_roles and not is_joined:
-        raise roles_error(run, ", ".join(names) or "none named")
-    if role is not None and not isinstance(found.get(role, {}), Mapping):
-        raise ConfigError(f"{run} cannot be joined by role={role!r}: its config has this key. Use another name")
-    if role is not None and role not in names:
-        text = "%s: role %r is not one of its owner's roles=%s. It joins all the same"
-        logger.warning(text, run, role, names)
-
-
 def degrades(request: RunRequest, error: TrackerUnavailableError) -> bool:
     """Whether the run is logged to local files because of this error."""
     return request.config.if_unavailable == "degrade" and error.is_outage
-
-
-def missing_run_error(request: RunRequest, title: str, place: str, refusal: str = "") -> TrackerUnavailableError:
-    """Return the error for a role that has not found its run.
-
-    Args:
-        request: The decorator's request for the run.
-        title: The service's name.
-        place: Where it was looked for.
-        refusal: Why the service does not let this job look; empty if the owner has not opened the run in time.
-    """
-    config = request.config
-    why = (
-        f" within init_timeout_s={config.init_timeout_s:g}: the job with roles=[...] and the same id has not opened "
-        "it, or the server does not answer or does not let this job's key read it. Start that job, or pass a longer "
-        "init_timeout_s."
-    )
-    return TrackerUnavailableError(
-        f"{title}: role {config.role!r} has not found run {request.plan.run_id} of project "
-        f"{config.project or '(the default)'} at {place}{f': {refusal}' if refusal else why}",
-        is_outage=False,
-    )
 
 
 def run_config(request: RunRequest) -> dict[str, Any]:

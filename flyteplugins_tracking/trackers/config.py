@@ -126,12 +126,12 @@ class TrackingConfig(Record):
 
     roles: Sequence[str] | None = None
     """The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
-    `role=` and the same `id`. One that is not listed may join too."""
+    `role=` and the same `id`. One that is not listed may join too. Only with W&B."""
 
     role: str | None = None
     """The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job begin with
     `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end the run. It waits
-    up to `init_timeout_s` for the run, and never creates it. Only with run_mode="auto"."""
+    up to `init_timeout_s` for the run, and never creates it. Only with W&B, and with run_mode="auto"."""
 
     project: str | None = None
     """The runs' project; None for the tracker's default."""
@@ -180,8 +180,8 @@ class TrackingConfig(Record):
     pulse_s: float | None = None
     """Seconds between two measurements of which rank is slow and of how busy each node is. After each, the next row of
     the primary rank also has `ranks/slowest`, the rank that the others wait for, `ranks/own_time/*`,
-    `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory, network, disks and GPUs. It
-    uses no collective. None for never."""
+    `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and, with the extra `pulse`, `nodes/*`: CPU, memory,
+    network, disks and GPUs. It uses no collective. None for never."""
 
     stop_before_s: float | None = None
     """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job

@@ -39,7 +39,6 @@ class EndLimit:
 
     Attributes:
         left: Returns what is not sent yet, in words; empty if nobody knows. For the line that a long end says.
-        on_move: Called when the service has taken something, or has answered.
         asks: Asks whether the service answers, while an upload is under way that does not tell how far it is; None if
             there is none. It is called in a thread, when nothing has moved for a while.
     """
@@ -54,7 +53,6 @@ class EndLimit:
             sigterm: What is known of SIGTERM.
         """
         self.left: Callable[[], str] = str
-        self.on_move: Callable[[], object] = lambda: None
         self.asks: Callable[[], bool] | None = None
         self._asking: threading.Thread | None = None
         self._title, self._run_id = title, run_id
@@ -65,7 +63,6 @@ class EndLimit:
     def moved(self) -> None:
         """Take note that the service has taken something."""
         self._moved_at = self._grown_at = time.monotonic()
-        self.on_move()
 
     @property
     def is_terminated(self) -> bool:
@@ -127,7 +124,6 @@ class EndLimit:
             with suppress(Exception):
                 if asks():
                     self._moved_at = time.monotonic()
-                    self.on_move()
 
         self._asking = threading.Thread(target=ask, daemon=True)
         with suppress(RuntimeError):  # there is no thread to be had

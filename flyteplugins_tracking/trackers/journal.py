@@ -10,18 +10,10 @@ A record is in the operating system's hands when `add` returns: SIGKILL loses no
 CRC is the checksum of what follows, in hexadecimal digits. There is a newline before each line and one behind it, so
 that a damaged byte, or a line that a full disk has cut off, costs its own line only. Empty lines mean nothing.
 
-Who sends a journal while another machine writes it cannot add an `acknowledged` to the file: on NFS, two machines that
-append overwrite each other's lines. That line is in a file beside it then, `NAME.journal.txt.sent`, as one of
-
-    CRC sending COUNT STEP REJECTED    the service has the first COUNT records, and perhaps some more
-    CRC sent COUNT STEP REJECTED       it has no more
-
-where STEP is that of the next row without a step, and REJECTED how many rows of these records the service has rejected.
-
 A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is JSON that no service's format is in:
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
-    {"call": "log_params", "args": [...], "kwargs": {...}}  a call of a method of the run object
+    {"call": "log_params", "args": [...], "kwargs": {...}}  params and tags of MLflow, and what Pluto's client has made
     {"event": "failure", "values": {...}, "text": "..."}    what the run tells of its job; null: nothing any more
     {"exit_code": 0}                                        the run's end
 """
@@ -29,7 +21,6 @@ A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is J
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import logging
 import os
@@ -42,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_file, lock_file, open_own, replace_whole
+from flyteplugins_tracking._util.files import is_own_file, lock_file, open_own
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -57,14 +48,10 @@ SUFFIX = ".journal.txt"
 # A damaged file whose other records the service has.
 _BAD = ".bad"
 # What a line has in the place of a record's number, if it has no record.
-_HEADER, _ACKNOWLEDGED, _SENDING, _SENT = b"header", b"acknowledged", b"sending", b"sent"
+_HEADER, _ACKNOWLEDGED = b"header", b"acknowledged"
 _CRC_SIZE, _LONGEST_NUMBER = 8, 20
 # The longest line that is read, in bytes: a file that is none of ours may have no newline.
 _LONGEST_LINE = 256_000_000
-# How many lines of a journal that is written are sent together.
-_MOST_LINES = 1000
-# How much a process reads of its own journal at once, in bytes.
-_CHUNK = 1_000_000
 # Services have steps of 64 bits, and the next step needs room. A row's time is below this, in seconds since the epoch:
 # Python's dates have four digits for a year. An exit code has 32 bits.
 LARGEST_STEP, LATEST_S, _LARGEST_CODE = 2**62, 2.5e11, 2**31
@@ -81,24 +68,6 @@ class Entry(NamedTuple):
 
     data: bytes
     number: int
-
-
-class Sent(NamedTuple):
-    """How much of a journal was sent while it was written.
-
-    Attributes:
-        records: How many records.
-        last_step: The run's last step then: a row without a step gets the next one. None if it is not known.
-        position: Where they end in the file; 0 if that is not known.
-        is_sending: Whether the service may have some more: these get the same steps again.
-        rejected_rows: How many of their rows the service has rejected.
-    """
-
-    records: int = 0
-    last_step: int | None = None
-    position: int = 0
-    is_sending: bool = False
-    rejected_rows: int = 0
 
 
 class Journal(PerProcess):
@@ -168,30 +137,6 @@ class Journal(PerProcess):
         self.header.update(values)
         self._note(_HEADER, self._encoded_header())
 
-    @property
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        with self._lock:
-            return 0 if self._file < 0 else os.fstat(self._file).st_size
-
-    def read(self, position: int) -> tuple[list[Entry], int]:
-        """Read a part of the file, by its own descriptor.
-
-        Args:
-            position: Where it begins: 0, or what `size` or the last call has returned.
-
-        Returns:
-            Its records, and where it ends: at `position` if there is no more.
-        """
-        size = _CHUNK
-        while True:
-            with self._lock:
-                data = b"" if self._file < 0 else os.pread(self._file, size, position)
-            end = data.rfind(b"\n") + 1
-            if end or len(data) < size:
-                return list(_entries(map(_parse, data[:end].split(b"\n")))), position + end
-            size *= 2
-
     def close(self) -> None:
         """Keep the file for a reader. Records that are added from now on are not kept."""
         with self._lock:
@@ -223,7 +168,7 @@ class Journal(PerProcess):
         """Make the file. It has its name when it is locked, so that another process always finds it locked."""
         self.directory.mkdir(parents=True, exist_ok=True)
         unfinished = self.directory / f"{self.name}.{secrets.token_hex(3)}.new"
-        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             lock_file(file)
             # Twice: without a header, the run of the records is not known.
@@ -260,7 +205,7 @@ class Journal(PerProcess):
     def _give_up(self, error: OSError) -> None:
         """Stop keeping records. The training continues, and loses at a kill what the client has not sent.
 
-        The file stays open: this process may read it, and no other one is to send what this one is sending.
+        The file stays open: no other process is to send what this one is sending.
         """
         if not self.is_closed:
             _warn_once(
@@ -294,7 +239,7 @@ class StoredJournal:
 
         A damaged line is left out, with a warning. Raises nothing.
         """
-        acknowledged, damaged = self.sent().records, 0
+        acknowledged = damaged = 0
         for name, count in _parsed(self.path):
             damaged += not name
             if name == _ACKNOWLEDGED and _is_number(count):
@@ -305,52 +250,12 @@ class StoredJournal:
         yield from (entry for entry in _entries(_parsed(self.path)) if also_sent or entry.number >= acknowledged)
 
     def lines(self, *, also_sent: bool = False) -> Iterator[Line]:
-        """Yield the lines of these records. One that is no line is left out: its writer was no version of this."""
-        return self._lines_of(self.entries(also_sent=also_sent), self.sent().last_step)
+        """Yield the lines of these records. One that is no line is left out: its writer was no version of this.
 
-    def sent(self) -> Sent:
-        """Return what a sender has sent while the journal was written."""
-        for name, text in _parsed(self._note):
-            numbers = text.split(b" ")
-            if name in (_SENDING, _SENT) and len(numbers) == 3 and all(map(_is_number, numbers)):
-                count, step, rejected = map(int, numbers)
-                return Sent(count, step - 1, is_sending=name == _SENDING, rejected_rows=rejected)
-        return Sent()
-
-    def note(self, sent: Sent) -> None:
-        """Keep what is sent, also before what follows is: whoever sends that again gives it the same steps."""
-        step = -1 if sent.last_step is None else sent.last_step
-        numbers = b"%d %d %d" % (sent.records, step + 1, sent.rejected_rows)
-        replace_whole(self._note, _line(_SENDING if sent.is_sending else _SENT, numbers))
-
-    def new_lines(self, sent: Sent, *, is_written: bool) -> tuple[list[Line], Sent]:
-        """Return lines that have come since, at most 1,000, and where they end: `sent` itself if there are none.
-
-        Args:
-            sent: What was sent.
-            is_written: Whether a process still writes: what looks damaged has not been written completely.
+        Those of a run that was only kept have "is_kept": their rows are as they were logged.
         """
-        entries, position = list[Entry](), sent.position
-        with open(open_own(self.path), "rb") as file:
-            position = file.seek(position if position <= os.fstat(file.fileno()).st_size else 0)  # cut off since
-            while len(entries) < _MOST_LINES and (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
-                name, text = _parse(line.removesuffix(b"\n"))
-                if line != b"\n" and not name and is_written:
-                    break
-                position += len(line)
-                entries += (entry for entry in _entries([(name, text)]) if entry.number >= sent.records)
-        records = entries[-1].number + 1 if entries else sent.records
-        lines = list(self._lines_of(entries, sent.last_step))
-        return lines, sent._replace(records=records, position=position)
-
-    def _lines_of(self, entries: Iterable[Entry], last_step: int | None) -> Iterator[Line]:
-        """Yield lines. Those of a run that was only kept have "is_kept": their rows are as they were logged."""
         mark = {"is_kept": True} if self.header.get("is_kept") else {}
-        return ({**line, **mark} for line in _with_steps(lines_of(self.name, entries), last_step))
-
-    @property
-    def _note(self) -> Path:
-        return Path(f"{self.path}.sent")
+        return ({**line, **mark} for line in lines_of(self.name, self.entries(also_sent=also_sent)))
 
     def is_open(self) -> bool:
         """Whether another process is writing it. Unknown, as on some network file systems, counts as no."""
@@ -367,17 +272,12 @@ class StoredJournal:
             os.close(file)
 
     def remove(self, is_bad: bool = False) -> None:
-        """Remove the file: the service has all records.
-
-        It gets another name if it is damaged, if rows of it were rejected while it was written, or if `is_bad`.
-        """
-        if is_bad or self.sent().rejected_rows or not all(name for name, _ in _parsed(self.path)):
+        """Remove the file: the service has all records. It gets another name if it is damaged, or if `is_bad`."""
+        if is_bad or not all(name for name, _ in _parsed(self.path)):
             with suppress(OSError):
                 self.path.rename(f"{self.path}{_BAD}")
         else:
             _remove(self.path)
-        for note in self.path.parent.glob(f"{glob.escape(self._note.name)}*"):  # also what a killed process has begun
-            _remove(note)
 
 
 def stored(directory: Path) -> list[StoredJournal]:
@@ -448,15 +348,6 @@ def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
                 yield {**line, "id": f"{name}-{entry.number}"}
 
 
-def _with_steps(lines: Iterable[Line], last_step: int | None) -> Iterator[Line]:
-    """Give rows without a step the one behind the last step, if that is known."""
-    for line in lines:
-        if last_step is not None and "row" in line:
-            line = {**line, "step": last_step + 1 if line["step"] is None else line["step"]}
-            last_step = max(last_step, int(line["step"]))
-        yield line
-
-
 def _is_line(value: Any) -> bool:
     """Whether a value is a line that can be sent. A record may come from a stranger's archive."""
     match value:
@@ -471,14 +362,6 @@ def _is_line(value: Any) -> bool:
         case {"exit_code": int(code)}:
             return abs(code) < _LARGEST_CODE
     return False
-
-
-def exit_code_in(lines: Iterable[Line]) -> int:
-    """Return the status that a run's lines end with; 1 if its process was killed before it could tell."""
-    exit_code = 1
-    for line in lines:  # one at a time: there may be millions
-        exit_code = line.get("exit_code", exit_code)
-    return exit_code
 
 
 def event_values(line: Line) -> dict[str, Any]:

@@ -23,9 +23,8 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, Sent, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
-from flyteplugins_tracking.trackers.registry import BUILT_IN
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -34,13 +33,12 @@ logger = logging.getLogger(__name__)
 FOLDER = "tracking-offline"
 # The arguments that mean nothing to the process that sends the run later. The address of a webhook is a password.
 _OF_THIS_JOB = ("secret", "tracker", "primary_rank", "webhook_url", "webhook_min_level")
-# The calls that are repeated. None of them reads a file: whoever can write to a journal could name any.
-REPEATED = frozenset(
-    {
-        *("alert", "set_tag", "set_tags", "delete_tag", "add_tags", "remove_tags"),
-        *("log_param", "log_params", "update_config", "log_text", "log_dict", "requeue"),
-    }
-)
+# The trackers whose kept runs the next attempt sends, or `send`; with the calls of the run object that are kept too.
+SENT_LATER: Mapping[str, Sequence[str]] = {
+    "mlflow": ("log_param", "log_params", "set_tag", "set_tags"),
+    "pluto": (),
+    "trackio": (),
+}
 # The part of a run's end that is kept for sending the status: seconds, and the largest share of finish_timeout_s.
 _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 
@@ -91,10 +89,6 @@ class OutboxHandle(client.ClientHandle):
         self._has_earlier = False  # whether attempts are sent that this machine has kept
         self.steps.last = max(self.steps.last, self.stored_step())  # before the outbox sends the first row
         self._open_outbox()
-
-    def tell_role(self, values: Mapping[str, Any]) -> None:
-        """Log the state of a role, below its name: as a row, if the service has no better place."""
-        self.put({"row": dict(values), "step": max(0, self.steps.last), "time": time.time()})
 
     def stored_step(self) -> int:
         """Return the last step that the run has at its service; -1 for none. Called once, before anything is sent."""
@@ -154,12 +148,6 @@ class OutboxHandle(client.ClientHandle):
         if self._has_earlier or getattr(self.run, "resumed", True):  # who sends a kept run may have an earlier attempt
             self.put({"event": name, "values": dict.fromkeys(keys), "text": None})
 
-    def role_state(self, state: str, **more: Any) -> None:
-        """Tell the state of this job's role, if it has one."""
-        role = self.request.plan.role
-        if role is not None:
-            self.tell_role({f"roles/{role}/{key}": value for key, value in {"state": state, **more}.items()})
-
     def end(self, exit_code: int) -> None:
         self.close_outbox(exit_code, self.end_limit())
 
@@ -170,7 +158,6 @@ class OutboxHandle(client.ClientHandle):
     def close_outbox(self, exit_code: int, limit: EndLimit) -> None:
         """Send all lines, and then the status, as long as `limit` lasts. What is left stays in files."""
         reserve_s = min(_STATUS_S, limit.left_s * _STATUS_SHARE)
-        self.role_state(client.status_of(exit_code), exit_code=exit_code)
         self._outbox.put({"exit_code": exit_code})
         is_sent = self._outbox.close(limit, reserve_s)
         is_complete = self._sink is not None and self._send_end(exit_code, limit.left_s) and is_sent
@@ -180,7 +167,7 @@ class OutboxHandle(client.ClientHandle):
         else:
             self._outbox.keep()
         if self._outbox.rows or not is_complete:
-            self._warn_of_left(limit.why)
+            self._warn_of_left("more waited than memory has room for" if self._outbox.is_full else limit.why)
 
     def _send_end(self, exit_code: int, timeout_s: float) -> bool:
         """Send the run's status. Returns False if the service may still take it."""
@@ -196,29 +183,6 @@ class OutboxHandle(client.ClientHandle):
     def wait(self, patience_s: float) -> None:
         """Wait until all lines are sent, or until the service has taken nothing for `patience_s` seconds."""
         self._outbox.wait(patience_s)
-
-    def follow(self, journals: Sequence[StoredJournal], *, is_written: bool) -> int:
-        """Send what has come to journals that other processes write. Returns how many rows it was."""
-        noted = {journal.path: journal.sent() for journal in journals}
-        steps = [sent.last_step for sent in noted.values() if sent.last_step is not None]
-        if steps and not self._followed:  # of an earlier sender, which may have been killed: the same steps again
-            self.steps.last = max(steps)
-        rows = 0
-        for journal in sorted(journals, key=lambda one: not noted[one.path].is_sending):
-            while True:
-                sent = self._followed.get(journal.path, noted[journal.path])._replace(last_step=self.steps.last)
-                lines, after = journal.new_lines(sent, is_written=is_written)
-                if after == sent:
-                    break
-                if lines:
-                    journal.note(sent._replace(is_sending=True))
-                    rejected = self.rejected_rows
-                    rows += self._outbox.send_now(lines)
-                    after = after._replace(rejected_rows=sent.rejected_rows + self.rejected_rows - rejected)
-                    records = after.records - ("exit_code" in lines[-1])  # who ends the run later needs that
-                    journal.note(Sent(records, self.steps.last, rejected_rows=after.rejected_rows))
-                self._followed[journal.path] = after._replace(is_sending=False)
-        return rows
 
     def resume(self) -> None:
         self._open_outbox()  # what the last one has left is an earlier attempt's for it
@@ -242,22 +206,18 @@ class OutboxHandle(client.ClientHandle):
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
         earlier = self._find_earlier()
         self._has_earlier |= bool(earlier)
-        self._followed: dict[Path, Sent] = {}  # how much is sent of journals that other processes write
-        earlier = () if request.follows else earlier
         self._read(earlier)
         journal = Journal(Path(self.directory()), name, header)
-        if request.follows:  # the journals are others': one of this process would count as a later attempt
-            journal.close()
         # `send` may be killed when it has removed them, and before the run has its end.
         if earlier and request.earlier:
             journal.add(encode({"exit_code": self.earlier_exit_code}))
         self._outbox = Outbox(self._title, self.id, journal, self._sink, earlier, self.before_removal)
 
     def directory(self) -> str:
-        """Return where what is not sent is kept: one directory for all attempts and ranks of the run, or its role."""
+        """Return where what is not sent is kept: one directory for all attempts and ranks of the run."""
         of_earlier = self.request.earlier
-        role = self.request.plan.role
-        return str(of_earlier[0].path.parent) if of_earlier else directory_of(self._tracker.name, self.id, role)
+        of_run = os.path.abspath(os.path.join(FOLDER, f"{self._tracker.name}-{self.id}"))
+        return str(of_earlier[0].path.parent) if of_earlier else of_run
 
     def _find_earlier(self) -> Sequence[StoredJournal]:
         """Return what earlier attempts have left here, for one rank of each node. Journals that are written are not."""
@@ -270,14 +230,14 @@ class OutboxHandle(client.ClientHandle):
     def _read(self, earlier: Sequence[StoredJournal]) -> None:
         """Read what must be known of earlier attempts before their lines are sent."""
         if self.request.earlier:
-            self.earlier_exit_code = self.exit_code_of(earlier)
+            self.earlier_exit_code = self._exit_code_of(earlier)
             return
         for left in earlier:
             for line in left.lines():  # one at a time: there may be millions
                 if line.get("step") is not None:  # the function's rows come behind it
                     self.steps.last = max(self.steps.last, int(line["step"]))
 
-    def exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
+    def _exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
         """Return the status that the first of these journals ends with, or that of a later attempt at the service."""
         exit_code, last_at = 1, 0.0
         for journal in journals:
@@ -311,11 +271,11 @@ class OutboxHandle(client.ClientHandle):
 
 
 class KeptRun(client.Run):
-    """The object that `get_run` returns for a run that is only kept. Calls on it are made when the run is sent."""
+    """The object that `get_run` returns for a run that is only kept. Calls other than `calls` and `log` are lost."""
 
-    def __init__(self, handle: KeptHandle) -> None:
+    def __init__(self, handle: KeptHandle, calls: Sequence[str]) -> None:
         super().__init__(handle)
-        self._keeps = handle
+        self._keeps, self._calls = handle, calls
         self._warn_once = WarnOnce(logger)
 
     def __getattr__(self, name: str) -> Any:
@@ -324,9 +284,10 @@ class KeptRun(client.Run):
         return lambda *args, **kwargs: self._keep(name, args, kwargs)
 
     def _keep(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if name not in REPEATED:
-            text = "run %s is logged to files: a call of %s() will not be repeated when it is sent. Repeated are: %s"
-            self._warn_once(name, text, self.id, name, ", ".join(sorted(REPEATED)))
+        if name not in self._calls:
+            text = "run %s is logged to files: calls of %s() are lost. Kept are those of: %s"
+            self._warn_once(name, text, self.id, name, ", ".join(("log", *self._calls)))
+            return
         try:
             self._keeps.put({"call": name, "args": args, "kwargs": kwargs})
         except (TypeError, ValueError):
@@ -339,7 +300,7 @@ class KeptHandle(OutboxHandle):
 
     def __init__(self, request: RunRequest, tracker: Tracker) -> None:
         super().__init__(request, tracker, None)
-        self.run = KeptRun(self)
+        self.run = KeptRun(self, SENT_LATER.get(tracker.name, ()))
 
     @property
     def url(self) -> str | None:
@@ -363,8 +324,9 @@ class KeptHandle(OutboxHandle):
             return False
         return True
 
-    def role_state(self, state: str, **more: Any) -> None:
-        """Tell nothing: who sends the run does."""
+    def how_to_send(self, directory: str) -> str:
+        is_known = self._tracker.name in SENT_LATER
+        return super().how_to_send(directory) if is_known else f"as the documentation of {self._title} says"
 
     def how_to_view(self) -> str:
         return self.how_to_send(self._outbox.directory)
@@ -390,11 +352,7 @@ def open_or_keep(
         TrackerUnavailableError: The service is away and `if_unavailable` is "raise", or it refuses.
     """
     try:
-        handle = open_run()
-        with client.ended_if_interrupted(request, lambda exit_code, _: handle.finish(exit_code)):
-            if isinstance(handle, OutboxHandle):
-                handle.role_state("running")
-            return handle
+        return open_run()
     except TrackerUnavailableError as error:
         HANDLERS.raise_errors()
         unavailable = error
@@ -412,17 +370,11 @@ def open_or_keep(
             unavailable.reason,
             kept.directory(),
             client.LOST_WITH_POD if client.dies_with_pod(request) else "",
-            # The handles of other trackers have no outbox, which looks for them.
-            "The next attempt that finds them sends them. Or send them" if tracker.name in BUILT_IN else "Send them",
+            "The next attempt that finds them sends them. Or send them" if tracker.name in SENT_LATER else "Send them",
             tracker.title,
             kept.how_to_send(kept.directory()),
         )
     return kept
-
-
-def directory_of(tracker: str, run_id: str, role: str | None = None) -> str:
-    """Return the directory with the journals of a run, or of a role of it."""
-    return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}{f'.{role}' if role else ''}"))
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:
@@ -437,21 +389,3 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "run_metadata": dict(request.run_metadata),
         "servers": servers_of(tracker.name),
     }
-
-
-def repeat_call(run: Any, run_id: str, line: Line) -> None:
-    """Make a kept call of a method of the run object. One that fails is lost, with a warning.
-
-    Raises:
-        AwayError: It may succeed later.
-    """
-    name = line["call"]
-    try:
-        if name not in REPEATED:
-            raise ValueError(f"of kept calls only these are repeated: {', '.join(sorted(REPEATED))}")
-        getattr(run, name)(*line["args"], **line["kwargs"])
-    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
-        text = "run %s: the kept call of %s() fails, and is lost: %s: %s"
-        logger.warning(text, run_id, name, type(error).__name__, error)
-    except Exception as error:
-        raise AwayError(f"the kept call of {name}() has failed: {type(error).__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 `put` returns when the operating system has the line. A thread hands the lines to the tracker's sink until that has
 taken them, those of earlier attempts first. Meanwhile they are in memory too, up to a limit, so that a full disk costs
-no line that the service takes in time. In a long outage, the thread reads the rest from the journal.
+no line that the service takes in time. What a long outage leaves beyond that, the next attempt sends, or `send`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ THREAD = "flyteplugins_tracking.outbox"
 # How long a line waits for more lines, in seconds, and how many are sent together.
 _WAIT_S = 0.5
 _MOST_AT_ONCE = 1000
-# How much of what waits is in memory.
-MEMORY_BYTES = 32_000_000
+# How much of what waits is in memory, and what Python takes beside each line.
+MEMORY_BYTES, _ENTRY_BYTES = 256_000_000, 150
 # The pauses between tries, in seconds. They are short at the end, which must notice that an outage is over.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
 # The pauses between tries to open a run, or to find it, in seconds: each is twice as long as the one before.
@@ -146,7 +146,14 @@ class Sink(Protocol):
 
 
 class Outbox(PerProcess):
-    """Lines on their way to a sink. Without a sink, they stay in the journal."""
+    """Lines on their way to a sink. Without a sink, they stay in the journal.
+
+    Attributes:
+        rows: How many rows were put and not sent.
+        rejected_rows: How many rows were given to a sink in vain, and are lost.
+        directory: Where the journal is.
+        is_full: Whether memory had no room for a line. From that one on, all stay in the journal.
+    """
 
     def __init__(
         self,
@@ -167,16 +174,13 @@ class Outbox(PerProcess):
             earlier: What goes there first. The journals are removed when the sink has taken it.
             before_removal: Called before that, with the journal.
         """
-        self.rows = 0  # how many rows were put and not sent
-        self.rejected_rows = 0  # how many rows were given to a sink in vain, and are lost; of earlier ones, also before
-        self.directory = str(journal.directory)
+        self.rows = self.rejected_rows = 0
+        self.directory, self.is_full = str(journal.directory), False
         self._title, self._run_id = title, run_id
         self._journal, self._sink, self._earlier = journal, sink, deque(earlier)
         self._before_removal = before_removal
         self._waiting: deque[Entry] = deque()
         self._bytes = 0  # of what waits
-        self._end = 0  # the number of the first line that has never waited in memory
-        self._position = 0  # where the journal's file has that line, or a line before it
         self._changed = threading.Condition()  # reentrant, since a signal handler may log
         self._thread: threading.Thread | None = None
         self._limit: EndLimit | None = None  # until when `close` waits
@@ -207,15 +211,15 @@ class Outbox(PerProcess):
             return
         data = encode(line)
         with self._changed:
-            if self._end == self._journal.added and self._bytes >= MEMORY_BYTES:
-                self._position = self._journal.size
             number = self._journal.add(data)
             self.rows += "row" in line
             self._unkept_rows += "row" in line and self._journal.is_closed
-            if self._sink is None:
+            if self._sink is None or self.is_full:
                 return
-            if number == self._end and self._bytes < MEMORY_BYTES:
-                self._add(Entry(data, number))
+            if self._bytes >= MEMORY_BYTES:
+                self._leave_to_journal()
+                return
+            self._add(Entry(data, number))
             if self._thread is None:
                 self._start()
             elif len(self._waiting) in (1, _MOST_AT_ONCE):
@@ -237,28 +241,17 @@ class Outbox(PerProcess):
                 limit.left = lambda: f"{self.rows} rows" if self.rows else ""
                 self._limit = limit
                 self._changed.notify_all()
-                limit.wait_for(self._changed, self._is_sent, reserve_s)
+                limit.wait_for(self._changed, self._is_drained, reserve_s)
             self._is_closed = True
             self._changed.notify_all()
-            return self._is_sent()
-
-    def send_now(self, lines: Sequence[Line]) -> int:
-        """Send lines of a journal that another process writes. Waits in an outage. Returns how many rows it took.
-
-        Raises:
-            AwayError: The outbox was closed before the service took them.
-        """
-        rejected = self.rejected_rows
-        if not self._deliver(lines):
-            raise AwayError("it was closed before its rows were taken")
-        return _rows(lines) - (self.rejected_rows - rejected)
+            return self._is_drained() and not self.is_full
 
     def wait(self, patience_s: float) -> None:
-        """Wait until everything is sent, or until the service has taken nothing for `patience_s` seconds."""
+        """Wait until what is in memory is sent, or until the service has taken nothing for `patience_s` seconds."""
         with self._changed:
-            while not self._is_sent():
+            while not self._is_drained():
                 deliveries = self._deliveries
-                if not self._changed.wait_for(lambda: self._is_sent() or self._deliveries > deliveries, patience_s):  # noqa: B023
+                if not self._changed.wait_for(lambda: self._is_drained() or self._deliveries > deliveries, patience_s):  # noqa: B023
                     return
 
     def keep(self) -> None:
@@ -272,21 +265,27 @@ class Outbox(PerProcess):
             os.rmdir(self.directory)
             os.rmdir(os.path.dirname(self.directory))
 
-    def _is_sent(self) -> bool:
-        return self._sink is not None and not self._earlier and self._sent == self._journal.added
-
-    @property
-    def _sent(self) -> int:
-        return self._waiting[0].number if self._waiting else self._end
+    def _is_drained(self) -> bool:
+        return self._sink is not None and not self._earlier and not self._waiting
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def _add(self, entry: Entry) -> None:
-        self._waiting.append(entry)
-        self._bytes += len(entry.data)
-        self._end = max(self._end, entry.number + 1)
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].number > entry.number:  # a signal handler has put that one meanwhile
+            place -= 1
+        self._waiting.insert(place, entry)
+        self._bytes += len(entry.data) + _ENTRY_BYTES
+
+    def _leave_to_journal(self) -> None:
+        self.is_full = True
+        text = (
+            "%s: run %s: %d MB wait for the service. What is logged from now on is in files in %s, and is not sent by "
+        )
+        text += "this attempt: its end says how to send it"
+        logger.warning(text, self._title, self._run_id, MEMORY_BYTES // 1_000_000, self.directory)
 
     # In the thread
 
@@ -303,11 +302,11 @@ class Outbox(PerProcess):
                 return
             with self._changed:
                 for _ in batch:
-                    self._bytes -= len(self._waiting.popleft().data)
+                    self._bytes -= len(self._waiting.popleft().data) + _ENTRY_BYTES
                 self.rows -= _rows(lines)
                 # A run's end stays in the journal until the run has it: whoever sends that after a kill needs it.
                 is_end = bool(lines) and "exit_code" in lines[-1]
-                self._journal.acknowledge(self._sent - is_end)
+                self._journal.acknowledge(batch[-1].number + 1 - is_end)
                 self._changed.notify_all()
 
     def _send_earlier(self, journal: StoredJournal) -> bool:
@@ -316,14 +315,12 @@ class Outbox(PerProcess):
             if not self._deliver(batch):
                 return False
             rows += _rows(batch)
-        rows -= self.rejected_rows - rejected_before
-        self.rejected_rows += journal.sent().rejected_rows
         rejected = self.rejected_rows - rejected_before
         self._before_removal(journal)
         journal.remove(is_bad=rejected > 0)
-        if rows or rejected:
+        if rows:
             text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s%s"
-            values = self._title, self._run_id, rows, self._title, journal.path.parent, but_for(rejected)
+            values = self._title, self._run_id, rows - rejected, self._title, journal.path.parent, but_for(rejected)
             logger.warning(text, *values)
         return True
 
@@ -336,23 +333,9 @@ class Outbox(PerProcess):
                         lambda: self._is_closed or self._limit or len(self._waiting) >= _MOST_AT_ONCE, self._wait_s
                     )
                     return [] if self._is_closed else list(islice(self._waiting, _MOST_AT_ONCE))
-                if self._end < self._journal.added:
-                    self._read_on()
-                else:
-                    self._changed.notify_all()
-                    self._changed.wait()
+                self._changed.notify_all()
+                self._changed.wait()
         return []
-
-    def _read_on(self) -> None:
-        """Read some of the lines behind those that memory had room for. What the file does not have is lost."""
-        added, first = self._journal.added, self._end
-        entries, end = self._journal.read(self._position)
-        for entry in entries:
-            if entry.number >= first:
-                self._add(entry)
-        if end == self._position:
-            self._end = max(self._end, added)
-        self._position = end
 
     def _deliver(self, lines: Sequence[Line]) -> bool:
         """Send lines until they are taken, or lost. Returns False if the outbox is closed before that."""

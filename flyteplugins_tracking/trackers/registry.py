@@ -62,7 +62,10 @@ def check_config(config: TrackingConfig) -> None:
             raise ConfigError(f"{tracker.title} does not support {argument}: {tracker.unsupported[feature]}")
     if config.has_roles and not getattr(tracker, "takes_roles", False):
         argument = f"roles={list(config.roles)}" if config.roles is not None else f"role={config.role!r}"
-        raise ConfigError(f"{tracker.title} does not support {argument}: only one job can write to a run of it")
+        raise ConfigError(
+            f"{tracker.title} does not support {argument}: jobs share a run with W&B only. Leave out roles= and role=; "
+            "for a run each in one group, pass the same group= in all of these jobs, and an id= of its own in each"
+        )
     tracker.check(config)
     check_run_id("id", config.id)
     for name in ("project", "group", "name"):

@@ -53,6 +53,7 @@ FAULTS: Mapping[str, Sequence[Fault]] = {
         Fault("0.26.0", "0.26.1", "with protobuf 6 before 6.32.1, it cannot be imported"),
         # Its scan of a run's rows ends where 1,000 steps in a row are of others.
         Fault("0.27.0", "0.28.0", "in a run with several writers, rows of one that was killed may be there twice"),
+        Fault("0.27.0", "0.28.0", "wandb.init waits without a limit for a service that does not answer"),
     ),
 }
 

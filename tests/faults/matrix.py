@@ -370,7 +370,7 @@ def failure_of_rank_1(
     fault: str, how: str, exit_code: int, kind: str, run_mode: str = "auto", rank_0: str = "sleep"
 ) -> Case:
     """Rank 1 fails, and its agent ends rank 0. Each run tells of rank 1: with "new" both ranks have one."""
-    settings: dict[str, Any] = {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
+    settings: dict[str, Any] = {"torch": True, "tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
     if "destroy" in how + rank_0:
         rank_0 = "collective at go" if rank_0 == "sleep" else rank_0
         settings["group"] = True

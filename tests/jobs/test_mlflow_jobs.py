@@ -25,12 +25,13 @@ from support.kills import (
     moments,
     send_in_spite_of_kills,
 )
-from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun, stored_runs
+from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun, stored_runs
 from support.vendors import skip_where_lost
 from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking.trackers.journal import exit_code_in, stored
+from flyteplugins_tracking._commands.send import main as send
+from flyteplugins_tracking.trackers.journal import stored
 from flyteplugins_tracking.trackers.mlflow.run import MlflowSanitizer, MlflowSink
 from flyteplugins_tracking.trackers.mlflow.vendor import Service, UnavailableError
 from flyteplugins_tracking.trackers.rows import Steps
@@ -130,20 +131,17 @@ def test_mlflow_run_id_chooses_the_run_and_stays_set(fluent):
 
 
 @pytest.mark.full
-def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_worst_run(server, tmp_path):
+def test_autologging_is_the_ranks_own_that_has_a_run(server, tmp_path):
     agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*agent, SCRIPT, "ranks", "ranks"], tmp_path, environment(server))
     assert done.returncode == 0, done.output
     runs = by_id(server, "ranks")
-    (parent,) = (run for run in server.runs("ranks") if PARENT_OF_TAG in run.tags)
-    assert set(runs) == {"auto", "new-rank-0", "new-rank-1", None}
-    assert len(server.runs("ranks")) == 4  # rank 1 has made none in "auto"
+    assert set(runs) == {"auto", "new-rank-0", "new-rank-1"}
+    assert len(server.runs("ranks")) == 3  # rank 1 has made none in "auto"
     assert "training_mean_squared_error" in {key for key, *_ in runs["auto"].rows}
-    children = [runs["new-rank-0"], runs["new-rank-1"]]
-    assert [run.tags["mlflow.parentRunId"] for run in children] == [parent.run_id] * 2
-    assert seen(tmp_path)["parent_after_failure"] == "FAILED"
-    assert [run.status for run in (parent, *children)] == ["FINISHED"] * 3
-    system = [{key for key, *_ in run.rows if key.startswith("system/")} for run in children]
+    of_ranks = [runs["new-rank-0"], runs["new-rank-1"]]
+    assert [(run.tags[GROUP_TAG], run.status) for run in of_ranks] == [("new", "FINISHED")] * 2
+    system = [{key for key, *_ in run.rows if key.startswith("system/")} for run in of_ranks]
     assert system[0]
     assert all(key.startswith("system/worker-0/") for key in system[0])
     assert system[1] == set()
@@ -297,7 +295,7 @@ def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_
     lines = [line for journal in stored(directory) for line in journal.lines()]
     # A row counts as lost if only the end of its line did not fit.
     assert sum("row" in line for line in lines) - (500 - int(said[1])) in (0, 1)
-    assert exit_code_in(lines) == 1  # its own one is not kept
+    assert not any("exit_code" in line for line in lines)  # that of the function is not kept
 
 
 @pytest.mark.full
@@ -374,6 +372,33 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
     (journal,) = stored(tmp_path / "tracking-offline" / "mlflow-left")
     kept = list(journal.lines())
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
+
+
+def test_params_and_tags_of_a_run_in_files_are_sent_and_other_calls_are_lost(
+    server, tmp_path, monkeypatch, bare_environment, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{jobs.free_port()}")
+
+    @tracking_init(tracker="mlflow", project="kept", id="kept", init_timeout_s=2)
+    def train():
+        run = get_run()
+        run.log_param("lr", 0.1)
+        run.log_params({"epochs": 3})
+        run.set_tag("name", "b")
+        run.set_tags({"number": 1})
+        for name in ("model", "data"):
+            run.log_artifact(name)
+        run.log({"loss": 1.0})
+
+    train()
+    assert caplog.text.count("calls of log_artifact() are lost") == 1
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    assert send([str(tmp_path)]) == 0
+    (run,) = server.runs("kept")
+    assert {"lr": "0.1", "epochs": "3"}.items() <= run.params.items()
+    assert {"name": "b", "number": "1"}.items() <= run.tags.items()
+    assert (run.status, run.values("loss")) == ("FINISHED", [1.0])
 
 
 def assert_each_once(server, project: str, logged: list[int]) -> str:

@@ -177,11 +177,12 @@ def restarts(job: str) -> dict[str, Restart]:
             ],
             ids=[f"{job}-restarted"],
         ),
-        "a process on each host of SageMaker, after a spot interruption": Restart(
+        "torchrun on a host of SageMaker, after a spot interruption": Restart(
             killed_then_again(
-                processes=pods(SM_HOSTS='["algo-0", "algo-1"]', SM_CURRENT_HOST="algo-{}", TRAINING_JOB_NAME=job)
+                processes=[{"SM_HOSTS": '["algo-0"]', "SM_CURRENT_HOST": "algo-0", "TRAINING_JOB_NAME": job}],
+                launcher=torchrun(),
             ),
-            ids=[f"{job}-restarted"],
+            ids=[f"{job}-restarted-{'[0-9a-f]' * 6}"],
         ),
         "a program by itself in a batch job, a requeue": Restart(
             [

@@ -6,16 +6,12 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import jobs
-from support.backends import BACKENDS, Backend, WandbBackend
+from support.backends import BACKENDS, WandbBackend
 from support.kills import kill_with_children
 from support.loopback import Fault
 from support.roles import Roles
@@ -25,27 +21,12 @@ from support.wandb_server import WandbServer
 ROLES = ["rollout-0", "rollout-1"]
 
 
-TRACKERS = ["wandb", "mlflow", "trackio", "pluto"]
-
-
-def default_for(*names: str, others: str = "full") -> pytest.MarkDecorator:
-    """A test of all trackers, which the default tier runs with these; `make test-wide` has the others, if so marked."""
-    params = [pytest.param(name, marks=() if name in names else getattr(pytest.mark, others)) for name in TRACKERS]
-    return pytest.mark.parametrize("backend", params, indirect=True)
-
-
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
-        yield running
+def job(tmp_path):
+    with BACKENDS["wandb"](tmp_path / "server") as running:
+        yield Roles(running, tmp_path / "jobs", WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
 
 
-@pytest.fixture
-def job(backend, tmp_path):
-    return Roles(backend, tmp_path)
-
-
-@default_for("wandb", "trackio", others="wide")
 def test_a_job_of_jobs_has_one_run(job):
     """One role starts first, one is killed and started again, and an evaluation comes after the owner's end."""
     early = job.start("rollout-1", rows=100, arguments={"config": {"temperature": 1}})
@@ -65,25 +46,13 @@ def test_a_job_of_jobs_has_one_run(job):
         assert job.arrived(name) == job.logged(name), name
     run = job.stored
     assert run.status == "finished"  # as the owner has ended
-    assert section(run.config, "rollout-0", "temperature") == "2"
-    assert section(run.config, "rollout-1", "temperature") == "1"
-    assert str(run.config["lr"]) == "3"
+    assert run.config["rollout-0"] == {"temperature": 2}
+    assert run.config["rollout-1"] == {"temperature": 1}
+    assert run.config["lr"] == 3
     assert "eval" in late.output  # it is not in the owner's list
 
 
-def section(config, role, key):
-    """A value of a role's config. MLflow has params of one level."""
-    return str(config.get(f"{role}/{key}") or config[role][key])
-
-
-@pytest.fixture
-def of_wandb(tmp_path):
-    with BACKENDS["wandb"](tmp_path / "server") as running:
-        yield Roles(running, tmp_path / "jobs", WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
-
-
-def test_a_role_is_one_writer_with_its_own_steps_config_and_reports(of_wandb):
-    job = of_wandb
+def test_a_role_is_one_writer_with_its_own_steps_config_and_reports(job):
     owner = job.start(roles=ROLES, rows=20, step=True, ends="stop", arguments={"config": {"lr": 3}, "name": "mine"})
     job.wait("open-owner", owner)
     role = job.run("rollout-0", rows=20, how="raise", arguments={"config": {"t": 2}, "name": "other", "tags": ["x"]})
@@ -138,8 +107,7 @@ def require_axes_and_configs(job):
     assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
 
 
-def test_offline_roles_are_sent_into_a_live_run(of_wandb):
-    job = of_wandb
+def test_offline_roles_are_sent_into_a_live_run(job):
     owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
     job.wait("open-owner", owner)
     offline = job.run("rollout-0", rows=50, env={"WANDB_MODE": "offline"}, arguments={"config": {"t": 1}})
@@ -157,8 +125,7 @@ def test_offline_roles_are_sent_into_a_live_run(of_wandb):
 
 
 @pytest.mark.full
-def test_offline_jobs_are_sent_together(of_wandb):
-    job = of_wandb
+def test_offline_jobs_are_sent_together(job):
     for role, more in ((None, {"roles": ROLES, "how": "exit 3"}), ("rollout-0", {}), ("rollout-1", {})):
         job.run(role, rows=30, env={"WANDB_MODE": "offline"}, **more)
     directories = sorted((job.directory / "wandb").glob("offline-run-*"), key=lambda path: "rollout" not in path.name)
@@ -176,9 +143,9 @@ def test_offline_jobs_are_sent_together(of_wandb):
 
 @pytest.mark.full
 @pytest.mark.parametrize("roles", [ROLES, pytest.param(None, marks=pytest.mark.wide)], ids=["an owner", "a plain job"])
-def test_the_nodes_of_a_job_that_was_offline_are_sent_together(of_wandb, roles):
+def test_the_nodes_of_a_job_that_was_offline_are_sent_together(job, roles):
     """The run is described and ended by the primary, which opens it last here."""
-    job, nodes = of_wandb, []
+    nodes = []
     for node, how in ((1, "return"), (0, "exit 3")):
         env = {**variables_of(node), "WANDB_MODE": "offline"}
         more = {"rows": 10, "how": how, "arguments": {"run_mode": "shared", "config": {"lr": 3}}, "key": f"rank{node}"}
@@ -199,7 +166,6 @@ def test_the_nodes_of_a_job_that_was_offline_are_sent_together(of_wandb, roles):
     assert roles is None or job.stored.ends == 1
 
 
-@default_for("wandb", "trackio", others="wide")
 def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     """A role without its run, a role and an owner in a run with one writer, and a plain job in a run with roles."""
     missing = job.run("rollout-0", arguments={"init_timeout_s": 2})
@@ -215,16 +181,10 @@ def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
         assert refused.returncode == 1
         assert "ConfigError" in refused.output
         assert "one writer" in refused.output
-    assert as_left(job) == as_left(job, before)
+    assert job.stored == before
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("trackio", "pluto"))],
-    indirect=True,
-)
 def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
-    """Params of MLflow are flat: `lr` is none of `lr/...`."""
     assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
     refused = job.run("lr", arguments={"config": {"t": 1}})
     assert refused.returncode == 1
@@ -232,21 +192,6 @@ def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
     assert job.stored.config["lr"] == 3
 
 
-@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
-def test_a_role_of_trackio_reads_and_keeps_the_config_that_it_sets(job):
-    assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
-    calls = [
-        "requires(run.config['given'], run.config['lr'] - 2, 1)",
-        "run.config.update({'lr': 4, 't': 2})",
-        "requires(run.config['lr'], run.config['t'] + 2, 4)",
-    ]
-    done = job.run("rollout-0", rows=1, calls=calls, arguments={"config": {"given": 1}})
-    assert done.returncode == 0, done.output
-    assert (job.stored.config["lr"], job.stored.config["rollout-0"]) == (3, {"given": 1, "lr": 4, "t": 2})
-    assert job.stored.status == "finished"
-
-
-@default_for("wandb", "trackio", others="wide")
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
     assert done.returncode == 0
@@ -254,70 +199,30 @@ def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     assert "rename" not in job.run("rollout-1", rows=5, key="rollout-0/rank0").output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("backend", ["mlflow"], indirect=True)
-def test_params_and_tags_of_a_role_are_its_own(job):
-    assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
-    calls = ["run.log_params({'lr': 4})", "run.log_param('t', 1)", "run.set_tags({'tracking_init.roles': 'x'})"]
-    done = job.run("rollout-0", rows=1, calls=calls)
-    assert done.returncode == 0
-    assert "rejects" not in done.output
-    assert {key: str(value) for key, value in job.stored.config.items()} == {
-        "lr": "3",
-        "tracking_init": str({"roles": ROLES}),
-        "rollout-0/lr": "4",
-        "rollout-0/t": "1",
-    }
-    assert job.run("rollout-1", rows=1).returncode == 0
-
-
-@default_for("wandb", "trackio", others="wide")
 def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.run(roles=ROLES, rows=3).returncode == 0
     before = job.stored
     refused = job.run()
     assert refused.returncode == 1
     assert "has roles (rollout-0, rollout-1)" in refused.output
-    assert as_left(job) == as_left(job, before)
+    assert job.stored == before
 
 
-def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(of_wandb):
-    owner = of_wandb.start(roles=ROLES, rows=3, ends="stop")
-    of_wandb.wait("open-owner", owner)
-    refused = of_wandb.run()
+def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
+    owner = job.start(roles=ROLES, rows=3, ends="stop")
+    job.wait("open-owner", owner)
+    refused = job.run()
     assert refused.returncode == 1
     assert "ConfigError: wandb: run grpo-42 has roles" in refused.output
-    of_wandb.go("stop")
-    assert of_wandb.finish(owner).returncode == 0
-    (run,) = of_wandb.server.runs
-    assert (run.exit_codes, of_wandb.arrived("owner")) == ([0], of_wandb.logged("owner"))
-
-
-def as_left(job, run=None):
-    """A run as a job must leave that does not write to it. Pluto's service makes a run active that is looked for."""
-    run = run or job.stored
-    return replace(run, status="finished") if job.backend.name == "pluto" else run
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    (run,) = job.server.runs
+    assert (run.exit_codes, job.arrived("owner")) == ([0], job.logged("owner"))
 
 
 @pytest.mark.full
-def test_many_roles_join_together(tmp_path):
-    """50 threads of one process, which wait for the owner's run."""
-    with BACKENDS["trackio"](tmp_path / "server") as running:
-        job = Roles(running, tmp_path / "jobs")
-        many = jobs.start([sys.executable, jobs.PROGRAMS / "many_roles.py", "50"], job.directory, job.env)
-        owner = job.start(roles=["rollout-0"], rows=5, ends="joined")
-        done = jobs.finish(many, job.directory)
-        assert done.returncode == 0, done.output
-        assert job.finish(owner).returncode == 0
-        for number in range(50):
-            assert job.arrived(f"rollout-{number}") == Counter(range(10))
-            assert job.stored.config[f"rollout-{number}"] == {"number": number}
-        assert job.arrived("owner") == Counter(range(5))
-
-
-@pytest.mark.full
-def test_several_roles_that_wait_for_their_run_all_join(of_wandb):
-    job, names = of_wandb, [f"rollout-{number}" for number in range(8)]
+def test_several_roles_that_wait_for_their_run_all_join(job):
+    names = [f"rollout-{number}" for number in range(8)]
     early = [job.start(name, rows=30, arguments={"config": {"of": name}, "init_timeout_s": 120}) for name in names]
     owner = job.start(roles=names, rows=30, ends="stop")
     assert [job.finish(one).returncode for one in early] == [0] * 8
@@ -329,9 +234,9 @@ def test_several_roles_that_wait_for_their_run_all_join(of_wandb):
 
 
 @pytest.mark.wide
-def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(of_wandb):
+def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(job):
     """Each is a process with a wandb-core of its own: together they take about 4 GB."""
-    job, names = of_wandb, [f"rollout-{number}" for number in range(50)]
+    names = [f"rollout-{number}" for number in range(50)]
     owner = job.start(roles=names, rows=5, ends="stop")
     job.wait("open-owner", owner)
     more, patient = {"rows": 20, "begins": "all-are-there"}, {"init_timeout_s": 400, "kill_after_s": 400}
@@ -351,9 +256,9 @@ def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(of_wandb):
 
 
 @pytest.mark.full
-def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row(of_wandb):
+def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row(job):
     """At moments that are all over their lives; and then once more, to the end."""
-    job, moment = of_wandb, random.Random(11)
+    moment = random.Random(11)
     settings = {"owner": {"roles": ROLES}, "rollout-0": {"role": "rollout-0"}}
     assert job.run(roles=ROLES, rows=1).returncode == 0
     for attempt in range(1, 7):
@@ -375,31 +280,7 @@ def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row
     assert job.stored.status == "finished"
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["trackio", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mlflow", "pluto"))],
-    indirect=True,
-)
-def test_a_role_that_was_logged_to_files_is_sent_into_the_run(job, tmp_path):
-    away = job.backend.missing(tmp_path)
-    # Pluto's client takes some seconds to open a run, which `send` does within the same time.
-    more = {"if_unavailable": "degrade", "init_timeout_s": 15 if job.backend.name == "pluto" else 3, "config": {"t": 1}}
-    role = job.run("rollout-0", rows=30, env=away, arguments=more)
-    assert role.returncode == 0, role.output
-    (directory,) = (job.directory / "tracking-offline").iterdir()
-    early = job.send(directory)
-    assert early.returncode == 1
-    assert "has not found run grpo-42" in early.output
-    assert job.run(roles=ROLES, rows=3, how="exit 3").returncode == 3
-    sent = job.send(directory)
-    assert sent.returncode == 0, sent.output
-    assert job.arrived("rollout-0") == job.logged("rollout-0")
-    assert section(job.stored.config, "rollout-0", "t") == "1"
-    assert job.stored.status == "failed"
-
-
-def test_sigterm_ends_a_role_and_not_the_run(of_wandb):
-    job = of_wandb
+def test_sigterm_ends_a_role_and_not_the_run(job):
     owner = job.start(roles=ROLES, rows=5, ends="stop")
     role = job.start("rollout-0", rows=50, ends="never")
     job.wait("logs-no-more-rollout-0", role)
@@ -417,8 +298,7 @@ def test_sigterm_ends_a_role_and_not_the_run(of_wandb):
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
-def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
-    job = of_wandb
+def test_what_a_role_does_with_the_run_object_is_its_own(job):
     more = {"calls": ["run.summary.update({'best': 1})"], "arguments": {"config": {"lr": 3}}}
     owner = job.start(roles=ROLES, rows=5, step=True, ends="stop", **more)
     job.wait("open-owner", owner)
@@ -459,9 +339,8 @@ def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
     assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
-def test_columns_that_a_role_defines_are_its_own(of_wandb):
+def test_columns_that_a_role_defines_are_its_own(job):
     """The recording server keeps the definitions of the last writer only."""
-    job = of_wandb
     owner = job.start(roles=ROLES, rows=1, ends="stop")
     job.wait("open-owner", owner)
     calls = ["run.define_metric('*', step_metric='batch')", "run.define_metric('reward', summary='max')"]
@@ -476,8 +355,7 @@ def test_columns_that_a_role_defines_are_its_own(of_wandb):
     assert names[step_of_all - 1] == "rollout-0/batch"
 
 
-def test_one_process_has_one_role_of_a_run_of_wandb(of_wandb):
-    job = of_wandb
+def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.run(roles=ROLES, rows=1).returncode == 0
     other = "tracking_init(project='rl', id='grpo-42', role='rollout-1')(print)"
     in_thread = f"__import__('concurrent.futures').futures.ThreadPoolExecutor().submit({other}).result()"
@@ -488,9 +366,9 @@ def test_one_process_has_one_role_of_a_run_of_wandb(of_wandb):
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
-def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(of_wandb, order):
+def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(job, order):
     """The primary may open the run after another node of its job."""
-    job, nodes = of_wandb, []
+    nodes = []
     for node in order:
         settings = {"rows": 10, "arguments": {"run_mode": "shared", "config": {"lr": 3}}, "key": f"rank{node}"}
         nodes.append(job.start(name=f"node-{node}", roles=ROLES, env=variables_of(node), ends="stop", **settings))
@@ -533,9 +411,8 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
-def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(of_wandb):
+def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(job):
     """The owner resumes with the summary that the run had before."""
-    job = of_wandb
     owner = job.start(roles=ROLES, rows=1, ends="never")
     job.wait("open-owner", owner)
     role = job.start("rollout-0", rows=5, ends="stop-role")
@@ -554,8 +431,7 @@ def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(of_wandb):
 
 
 @pytest.mark.full
-def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(of_wandb):
-    job = of_wandb
+def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})
     role = job.run("rollout-0", ranks=2, rows=50)
     assert role.returncode == 0, role.output
@@ -570,8 +446,7 @@ def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(of_wandb):
 
 
 @pytest.mark.full
-def test_a_slurm_array_has_a_role_for_each_task(of_wandb):
-    job = of_wandb
+def test_a_slurm_array_has_a_role_for_each_task(job):
     owner = job.start(roles=["rollout-0", "rollout-1"], rows=5, ends="stop")
     for task in (0, 1):
         array = {"SLURM_JOB_ID": str(70 + task), "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": str(task)}
@@ -605,7 +480,6 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
-@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)], indirect=True)
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -617,7 +491,6 @@ def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
-@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.full)], indirect=True)
 @pytest.mark.parametrize("status", [401, pytest.param(403, marks=pytest.mark.wide)])
 def test_a_refusal_is_told_to_a_role_at_once(job, status):
     assert job.run(roles=ROLES, rows=1).returncode == 0
@@ -631,21 +504,17 @@ def test_a_refusal_is_told_to_a_role_at_once(job, status):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.wide)], indirect=True)
 def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
     missing = job.run("rollout-0", arguments={"init_timeout_s": 15})
     assert missing.returncode == 1
-    server = job.server
-    asked = server.operations.count("Run") if job.backend.name == "wandb" else server.requests["/api/runs/resume"]
-    assert 3 < asked <= 10
+    assert 3 < job.server.operations.count("Run") <= 10
 
 
 # A service whose answers are old
 
 
-def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(of_wandb):
+def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(job):
     """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
-    job = of_wandb
     owner = job.start(roles=ROLES, rows=3, ends="stop", how="exit 3")
     job.wait("open-owner", owner)
     (run,) = job.server.wait_for(lambda: [run for run in job.server.runs if "roles/owner/state" in run.summary])
@@ -682,8 +551,7 @@ def killed_with_rows_left(job, rows=3000):
     return owner
 
 
-def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(of_wandb):
-    job = of_wandb
+def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(job):
     owner = killed_with_rows_left(job)
     job.server.operations.clear()
     role = job.run("rollout-0", rows=10, first=10_000)
@@ -694,9 +562,8 @@ def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(o
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
-def test_rows_that_a_kill_has_left_are_sent_beside_the_function(of_wandb):
+def test_rows_that_a_kill_has_left_are_sent_beside_the_function(job):
     """W&B does not say which rows it has before the function has begun; or never: then the command sends them."""
-    job = of_wandb
     owner = killed_with_rows_left(job)
     job.server.refused_operations |= {"SampledHistoryPage", "RunParquetHistory"}
     failed = job.run("rollout-0", rows=10, first=10_000, arguments={"init_timeout_s": 20})

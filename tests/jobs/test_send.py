@@ -15,6 +15,7 @@ import pytest
 from support import jobs
 from support.loopback import Fault
 from support.users import NOBODY, needs_root
+from support.waiting import wait_until
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands.directories import SENT
@@ -265,6 +266,28 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         assert f"If the server is right: export WANDB_BASE_URL={named.url}\n" in done.output
         told = send(tmp_path, named.environment, directory)
         assert told.returncode == 0, told.output
+
+
+@pytest.mark.parametrize("how", ["send", "watch", pytest.param("next attempt", marks=pytest.mark.full)])
+def test_only_the_server_that_is_set_up_here_is_asked_and_gets_the_key(tmp_path, how):
+    """A failing job with a saved file knows another server. Its directory is sent where this one is set up."""
+    job = [sys.executable, jobs.PROGRAMS / "uploads.py", json.dumps({"files": ["save"], "ends": "later"})]
+    with WandbServer() as of_job, WandbServer() as own:
+        offline = jobs.start(job, tmp_path, {**of_job.environment, "WANDB_MODE": "offline"})
+        wait_until(lambda: list(tmp_path.rglob("*.journal.*")), offline)
+        options = ["--watch", "--until-done", "--interval", "0.2"] if how == "watch" else []
+        sending = [sys.executable, "-m", "flyteplugins_tracking", "send", *options, str(tmp_path / "wandb")]
+        if how == "watch":
+            watcher = jobs.start(sending, tmp_path, own.environment)
+            own.wait_for(lambda: own.run("r").rows, 60)
+        (tmp_path / "end").touch()
+        jobs.finish(offline, tmp_path)
+        if how == "next attempt":
+            jobs.run(job, tmp_path, own.environment)
+        done = jobs.finish(watcher, tmp_path) if how == "watch" else jobs.run(sending, tmp_path, own.environment)
+        assert of_job.headers == []
+        assert (done.returncode, "saved.txt" in own.run("r").files) == (0, True), done.output
+        assert own.run("r").state == "failed"
 
 
 def kept_run(directory: Path, tracker: str, *keys: str, **changes: object) -> Path:

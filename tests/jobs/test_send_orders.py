@@ -221,10 +221,7 @@ def test_a_shared_run_that_has_gone_on_online_keeps_its_end(tmp_path):
 
 
 @pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.wide)])
-@pytest.mark.parametrize(
-    "options", [(), pytest.param(("--watch", "--until-done", "--killed-after", "2"), marks=pytest.mark.wide)]
-)
-def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path, tracker, options):
+def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path, tracker):
     """The later one has not seen the directory: it logged on another disk."""
     here, elsewhere, service = (tmp_path / name for name in ("here", "elsewhere", "service"))
     service.mkdir()
@@ -236,8 +233,7 @@ def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path, 
         jobs.finish(kept, here)
         done = jobs.run([*command, "30"], elsewhere, backend.environment())
         assert done.returncode == 0, done.output
-        sending = [sys.executable, "-m", "flyteplugins_tracking", "send", *options, "."]
-        done = jobs.run(sending, here, backend.environment())
+        done = jobs.run([sys.executable, "-m", "flyteplugins_tracking", "send", "."], here, backend.environment())
         assert done.returncode == 0, done.output
         (run,) = backend.runs("p")
     assert Counter(value for key, value in run.points.elements() if key == "rank0") == Counter(

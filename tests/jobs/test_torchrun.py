@@ -252,11 +252,10 @@ def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
 
 
 @pytest.mark.full
-def test_local_ranks_are_true_under_virtual_local_rank(tmp_path):
+def test_virtual_local_ranks_are_refused(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--virtual-local-rank"], tracking={"rank_scope": "worker"})
-    assert done.returncode == 0, done.output
-    assert [report["local_rank"] for report in done.reports] == [0, 1]
-    assert len(done.runs) == 1
+    assert done.returncode != 0
+    assert "TopologyError: LOCAL_RANK=0 contradicts RANK=1 and GROUP_RANK=0" in done.output
 
 
 @pytest.mark.parametrize(

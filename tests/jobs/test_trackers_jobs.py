@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,8 +33,8 @@ from flyteplugins_tracking._commands.send import main as send
 from flyteplugins_tracking._runs.sigterm import MainThreadListener
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.journal import stored
-from flyteplugins_tracking.trackers.kept import open_or_keep
+from flyteplugins_tracking.trackers.journal import Line, stored
+from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle, open_or_keep
 
 BUILT_IN = sorted(registry.BUILT_IN)
 
@@ -131,7 +131,7 @@ class Absent(Noting):
         return open_or_keep(request, JsonlTracker(), open_run)
 
 
-def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
+def test_a_run_of_a_third_party_is_kept_in_files_and_left_to_its_own_documentation(
     registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,6 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
         run = get_run()
         run.log({"a": 1})
         run.log({"a": 2, "nan": math.nan}, step=7)
-        run.alert("kept, to be called later")
         run.log({"what JSON cannot hold": object()})
         run.finish()
         assert run._handle.url is None
@@ -150,22 +149,18 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     with pytest.raises(ValueError, match="made to fail"):
         train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    advice = "Send them when JSON lines answers"
-    assert (
-        f"It is away. This run is logged to files in {directory}. {advice}: flyteplugins-tracking send" in caplog.text
-    )
+    how = "as the documentation of JSON lines says"
+    said = f"It is away. This run is logged to files in {directory}. Send them when JSON lines answers: {how}"
+    assert said in caplog.text
+    assert f"jsonl: to look at run i: {how}" in capsys.readouterr().err
+    assert send([str(directory)]) == 1
+    text = f"{directory} is of tracker='jsonl': its own documentation says how its runs are sent"
+    assert text in capsys.readouterr().err
     assert registered.runs("sent") == []
     (journal,) = stored(directory)
-    assert [line["call"] for line in journal.lines() if "call" in line] == ["alert"]
-    assert send([str(directory)]) == 0
-    assert "the kept call of alert() fails, and is lost" in caplog.text  # that run has no alerts
-    (run,) = registered.runs("sent")
-    assert (run.id, run.status, run.group, run.ends, run.config["lr"]) == ("i", "failed", "g", 1, 0.1)
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("sent/*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["a"], row["step"]) for row in kept if "a" in row] == [(1, None), (2, 7)]
-    assert send([str(directory)]) == 0
-    assert "has nothing that is not sent yet" in capsys.readouterr().out
+    lines = list(journal.lines())
+    assert [(line["row"]["a"], line["step"]) for line in lines if "row" in line] == [(1, None), (2, 7)]
+    assert [line["exit_code"] for line in lines if "exit_code" in line] == [1]
     assert send([str(directory / "misspelt")]) == 1
 
 
@@ -197,8 +192,32 @@ def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
     assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
 
 
+class Taking(Tracker):
+    """A tracker whose kept runs are sent. It has the rows that it has got."""
+
+    name = title = "taking"
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def open(self, request: Any) -> Handle:
+        return OutboxHandle(request, self, self)
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        self.rows += [line["row"]["a"] for line in lines if "row" in line]
+
+
+@pytest.fixture
+def taking(monkeypatch) -> Taking:
+    made = Taking()
+    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: made)
+    for name in ("jsonl", made.name):
+        monkeypatch.setitem(SENT_LATER, name, ())  # type: ignore[arg-type]
+    return made
+
+
 def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
-    registered, bare_environment, monkeypatch, tmp_path
+    registered, taking, bare_environment, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
 
@@ -212,13 +231,11 @@ def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_bei
     os.truncate(path, path.read_bytes().rindex(b'"a":2') + 3)  # in the last row
     path.with_name("0001-none-jsonl.journal.txt").touch()
     assert send([str(path.parent)]) == 0
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["a"] for line in kept if "a" in line] == [1]
+    assert taking.rows == [1]
 
 
 def test_a_damaged_row_costs_that_row_and_nothing_else(
-    registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
+    registered, taking, bare_environment, monkeypatch, tmp_path, caplog, capsys
 ):
     """A changed byte, and zeros at the end as after a power loss."""
     monkeypatch.chdir(tmp_path)
@@ -234,9 +251,7 @@ def test_a_damaged_row_costs_that_row_and_nothing_else(
     data[data.index(b'{"row":{"a":7}') + 4] ^= 1
     path.write_bytes(data + bytes(4096))
     assert send([str(path.parent)]) == 0
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("damaged/*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["a"] for line in kept if "a" in line] == [n for n in range(20) if n != 7]
+    assert taking.rows == [n for n in range(20) if n != 7]
     assert f"{path} is damaged in 2 places" in caplog.text
     assert [one.name for one in path.parent.glob("*.bad")] == [f"{path.name}.bad"]
     assert send([str(path.parent)]) == 0
@@ -290,26 +305,13 @@ def test_the_pages_tracker_for_a_service_posts_each_row_and_keeps_a_run_in_an_ou
     assert lines("i") == expected
     train("away-later", 503, kill_after_s=1)  # its end does not wait for ever
     train("away", 200)
-    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: tracker)
-    assert send([str(tmp_path / "tracking-offline")]) == 0
-    assert lines("away") == expected
-    assert not list(tmp_path.glob("tracking-offline/*/*.journal.txt"))
+    assert send([str(tmp_path / "tracking-offline")]) == 1
+    assert lines("away") == []
+    (kept,) = stored(tmp_path / "tracking-offline" / "http-away")
+    assert [line["row"] for line in kept.lines() if "row" in line] == [{"a": 1}, {"a": 2}]
     status.append(403)
     with pytest.raises(TrackerUnavailableError, match="403"):
         train("refused", 200)
-
-
-def test_rows_that_the_pages_tracker_cannot_send_stay_in_the_files(posted, tmp_path, monkeypatch, capsys):
-    tracker, _, status = posted
-    status.append(503)
-    with tracking_run(tracker=tracker, project="p", id="i", kill_after_s=1) as run:
-        run.log({"a": 1})
-    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: tracker)
-    monkeypatch.setattr(tracker.__class__.open.__globals__["HttpHandle"], "_is_done", lambda *_: False)
-    status.append(200)
-    assert send([str(tmp_path / "tracking-offline")]) == 1
-    assert "2 rows are not sent" in capsys.readouterr().err
-    assert list(tmp_path.glob("tracking-offline/*/*.journal.txt"))
 
 
 class Waiting:
@@ -340,47 +342,23 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
     assert (ended.value.code, codes) == (143, [143])
 
 
-def test_rows_that_are_kept_again_during_sending_are_reported_as_unsent(
-    registered, bare_environment, monkeypatch, tmp_path, capsys
-):
-    from jsonl_tracker import JsonlHandle
-
-    monkeypatch.chdir(tmp_path)
-    tracked = tracking_init(tracker=Absent, project="again", id="i", if_unavailable="degrade")
-    tracked(lambda: get_run().log({"a": 1}))()
-    directory = tmp_path / "tracking-offline" / "jsonl-i"
-    (path,) = directory.iterdir()
-    kept = path.read_bytes()
-    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.journal.txt").write_bytes(kept))
-    assert send([str(directory)]) == 1
-    assert "a part of the run could not be sent" in capsys.readouterr().err
-    monkeypatch.undo()
-
-
-def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
+def test_values_that_files_cannot_hold_and_other_calls_do_not_lose_other_rows(
     registered, bare_environment, monkeypatch, tmp_path, caplog
 ):
     numpy = pytest.importorskip("numpy")
     monkeypatch.chdir(tmp_path)
 
     @tracking_init(tracker=Absent, project="kept", id="k", if_unavailable="degrade")
-    def train(error: Exception | None) -> None:
+    def train() -> None:
         run = get_run()
         run.log({"a": 1, "odd": object()}, step=numpy.int64(7))
-        run.nobodys("call")
+        for number in range(2):
+            run.nobodys("call", number, key=object())
         run.log({"a": 2})
-        if error is not None:
-            raise error
 
-    with pytest.raises(ValueError, match="the first job's"):
-        train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.kept.time.time", lambda: 4e9)
-    train(None)
+    train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    assert send([str(directory)]) == 0
     assert "'odd': a value of type object is left out" in caplog.text
-    assert "the kept call of nobodys() fails" in caplog.text
-    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2
-    assert [line["exit_code"] for line in lines if "exit_code" in line] == [0]  # that of the last attempt
+    assert caplog.text.count("calls of nobodys() are lost. Kept are those of: log") == 1
+    lines = [line for journal in stored(directory) for line in journal.lines() if "row" in line or "call" in line]
+    assert [(line["row"], line["step"]) for line in lines] == [({"a": 1}, 7), ({"a": 2}, None)]

@@ -359,27 +359,3 @@ def test_a_server_gets_all_rows_and_those_it_misses_are_kept(tmp_path):
         assert (status_of(tmp_path), config(tmp_path)["lr"]) == ("finished", 0.1)
     written = [path.read_bytes() for path in (tmp_path / "job").rglob("*") if path.is_file()]
     assert all(TOKEN.encode() not in text for text in [*written, done.output.encode()])
-
-
-@pytest.mark.full
-def test_a_run_on_a_server_has_roles(tmp_path):
-    def command(**settings: Any) -> list[str]:
-        return [sys.executable, str(jobs.PROGRAMS / "roles.py"), json.dumps({"tracker": "trackio", **settings})]
-
-    with server(tmp_path, jobs.free_port()) as url:
-        job, env = tmp_path / "job", {"TRACKIO_SERVER_URL": url, "TRACKIO_WRITE_TOKEN": TOKEN}
-        of_role = {"id": "i", "role": "eval", "rows": 20, "arguments": {"config": {"split": "test"}}}
-        owner = jobs.start(command(id="i", roles=["eval"], rows=5, ends="stop"), job, env)
-        role = jobs.start(command(**of_role), job, env)  # it waits for the owner's first row
-        assert jobs.finish(role, job).returncode == 0
-        (job / "stop").touch()
-        assert jobs.finish(owner, job).returncode == 0
-        late = jobs.run(command(**of_role, first=20), job, env)
-        assert late.returncode == 0, late.output
-        logged = [row for _, row in stored(tmp_path, "SELECT step, metrics FROM metrics", project="rl")]
-    rows_of_role = [json.loads(row) for row in logged]
-    assert sorted(row["eval/rank0"] for row in rows_of_role if "eval/rank0" in row) == [*range(20), *range(20, 40)]
-    assert {"roles/eval/config": '{"split": "test"}'} in rows_of_role
-    ((text,),) = stored(tmp_path, "SELECT config FROM configs WHERE run_id = 'i'", project="rl")
-    own = json.loads(text)["tracking_init"]
-    assert (own["status"], own["roles"]) == ("finished", ["eval"])

@@ -50,7 +50,7 @@ DIFFERENCES = {
         "`config=` with objects that have fields (Namespace, OmegaConf, pydantic), arrays of one number, or values "
         "without a text",
         "their `repr`, or an error",
-        "mappings, numbers, and the name of the class",
+        "mappings, numbers, and a text without a place in memory",
         "they can be compared between runs, and the same with all trackers",
     ),
     "own_end": Difference(

@@ -1,7 +1,7 @@
 """A training on Dask's workers, which have served different numbers of trials before: `dask_training.py RUN_MODE`.
 
-The helper that makes the process group sets RANK and WORLD_SIZE in the workers, and leaves them behind. Prints as JSON
-the ids and places of both trainings on each rank, and those of the trials before and after.
+What makes the process group sets RANK and WORLD_SIZE in the workers, and unsets them. Prints as JSON the ids and places
+of both trainings on each rank, and those of the trials before and after.
 """
 
 import json
@@ -37,6 +37,8 @@ def ranks(rank: int, port: int, run_mode: str) -> list[dict[str, Any]]:
         return found
     finally:
         dist.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
 
 
 def _free_port() -> int:

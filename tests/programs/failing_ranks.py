@@ -2,8 +2,8 @@
 
 Keys: `how`: {rank: "raise", "exit 7", "interrupt", "kill", "sys.exit TEXT", "sys.exit 0", "handled", "base" or
 "lingering"}; `winner`: a rank that returns when all of them have ended so; `fail_attempts`: `how` holds for the
-attempts below it; `collectives`: whether each step has one; `while_opening`: whether a rank ends while rank 0 opens its
-run; `tracking`: the decorator's arguments.
+attempts below it; `collectives`: whether each step has one; `torch`: whether each rank imports it; `while_opening`:
+whether a rank ends while rank 0 opens its run; `tracking`: the decorator's arguments.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ if __name__ == "__main__":
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+    if SETTINGS.get("torch"):
+        import torch.distributed  # noqa: F401
     if SETTINGS.get("while_opening"):
         open_slowly()
     try:

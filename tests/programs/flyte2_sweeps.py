@@ -3,20 +3,20 @@
 import json
 
 import flyte
+import wandb
 from wandb.agents.pyagent import Agent
 
 from flyteplugins_tracking import (
     get_run,
     get_sweep_id,
     get_sweep_parameters,
-    sweep_agent,
     tracking_init,
     tracking_sweep,
 )
 
 Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
 env = flyte.TaskEnvironment(name="sweeps")
-swept = tracking_sweep(method="grid", parameters={"x": {"values": [1, 2, 3, 4]}})
+swept = tracking_sweep(method="grid", parameters={"x": {"values": [1, 2, 3, 4]}}, project="p", entity="e")
 
 
 @tracking_init(project="p", entity="e", config={"own": True})
@@ -27,7 +27,7 @@ def objective() -> None:
 def search(tag: str) -> str:
     run, own = get_run(), get_sweep_id()
     run.log({tag: "before"})
-    sweep_agent(objective, count=1)
+    wandb.agent(get_sweep_id(), function=objective, count=1)
     child = json.loads(trials(1))
     run.log({tag: "after"})
     return json.dumps({"own": own, "child": child, "outer": run.id})
@@ -36,7 +36,7 @@ def search(tag: str) -> str:
 @env.task
 def trials(n: int) -> str:
     """A task that only has what its caller carries."""
-    sweep_agent(objective, count=n)
+    wandb.agent(get_sweep_id(), function=objective, entity="e", project="p", count=n)
     return json.dumps(get_sweep_id())
 
 

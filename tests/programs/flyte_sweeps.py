@@ -2,10 +2,11 @@
 
 import json
 
+import wandb
 from flytekit import task, workflow
 from wandb.agents.pyagent import Agent
 
-from flyteplugins_tracking import get_run, get_sweep_id, sweep_agent, tracking_init, tracking_sweep
+from flyteplugins_tracking import get_run, get_sweep_id, tracking_init, tracking_sweep
 
 Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
 swept = tracking_sweep(method="grid", parameters={"x": {"values": [1, 2, 3, 4]}}, project="p", entity="e")
@@ -18,7 +19,7 @@ def objective() -> None:
 
 def search(tag: str) -> str:
     get_run().log({tag: "before"})
-    sweep_agent(objective, count=1)
+    wandb.agent(get_sweep_id(), function=objective, count=1)
     get_run().log({tag: "after"})
     return str(get_sweep_id())
 

@@ -6,8 +6,8 @@ before anything else. `with_step`: with `step=`, from `first_step` on. `step_s`:
 what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the
 attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the
 function; `handler_inside`: in it; `handler_after_rows`: in it, when its first rows are logged. `nested`: another
-decorated function is called. `async`: the function is async, and sleeps. `start_together`: so many ranks wait for each
-other before the function.
+decorated function is called. `async`: the function is async, and sleeps. `torch`: each rank imports it.
+`start_together`: so many ranks wait for each other before the function.
 """
 
 import asyncio
@@ -310,6 +310,8 @@ def main() -> None:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+    if SETTINGS.get("torch"):
+        import torch.distributed  # noqa: F401
     note(f"starts {rank()}")
     wait_for_ranks(SETTINGS.get("start_together", 0))
     try:

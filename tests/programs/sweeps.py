@@ -12,7 +12,6 @@ from flyteplugins_tracking import (
     get_run,
     get_sweep_id,
     get_sweep_parameters,
-    sweep_agent,
     tracking_config,
     tracking_init,
     tracking_sweep,
@@ -52,8 +51,8 @@ def search() -> None:
     thread = threading.Thread(target=lambda: in_thread.append(get_sweep_id()))
     thread.start()
     thread.join()
-    wandb.agent(get_sweep_id(), function=objective, count=2)
-    sweep_agent(objective, count=2)
+    for _ in range(2):
+        wandb.agent(get_sweep_id(), function=objective, count=2)
     tell(sweep=get_sweep_id(), in_thread=in_thread[0], is_global=wandb.run is run)
     run.summary["best"] = 1
     run.config.update({"late": True})
@@ -65,7 +64,7 @@ def search() -> None:
 def fails() -> None:
     """Nothing is logged after the agent: what the teardown has made of the run's end is not true."""
     get_run().log({"outer": "before"})
-    sweep_agent(objective, count=1)
+    wandb.agent(get_sweep_id(), function=objective, count=1)
     sys.exit(7)
 
 

@@ -113,15 +113,13 @@ class MlflowBackend:
         return {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{jobs.free_port()}"}
 
     def runs(self, project: str) -> list[Kept]:
-        """Leaves out the runs that stand for groups, which have none of our ids."""
-        return [self._kept(run, run.id) for run in self._server.runs(project) if run.id is not None]
+        return [self._kept(run, str(run.id)) for run in self._server.runs(project)]
 
     def _kept(self, run: StoredRun, run_id: str) -> Kept:
         states: dict[str, Status] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed"}
         logged = points([{key: value} for key, value, *_ in run.rows])
         group = run.tags.get(GROUP_TAG, "")
-        of_roles = {key: value for key, value in run.params.items() if "/" in key}
-        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config={**run.config, **of_roles})
+        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config=run.config)
 
 
 class JsonlBackend:

@@ -21,7 +21,6 @@ from support import jobs
 ID_TAG = "flyteplugins_tracking.run_id"
 CONFIG_TAG = "flyteplugins_tracking.config"
 GROUP_TAG = "flyteplugins_tracking.group"
-PARENT_OF_TAG = "flyteplugins_tracking.parent_of"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class WandbServer(LoopbackServer):
         operations: The names of the GraphQL operations that were asked for, in their order.
         refused_operations: Those that are answered with an error.
         unknown_operations: The GraphQL operations that were asked for and are not spoken here. They got an error.
+        headers: Those of each request that has come, in their order.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class WandbServer(LoopbackServer):
         self.unknown_operations: list[str] = []
         self.operations: list[str] = []
         self.refused_operations: set[str] = set()
+        self.headers: list[Mapping[str, str]] = []
         self._operations = Operations(self._store, self.url, counts_on_upsert)
 
     @property
@@ -172,6 +174,12 @@ class _Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         self.server.recorder.disconnected(self._streamed)
         super().finish()
+
+    def parse_request(self) -> bool:
+        is_parsed = super().parse_request()
+        if is_parsed:
+            self.server.recorder.headers.append(dict(self.headers))
+        return is_parsed
 
     def do_POST(self) -> None:
         body = body_of(self)

@@ -23,7 +23,7 @@ import pytest
 from support.jobs import PACKAGE, TIME_SCALE
 from support.loopback import Fault
 from support.wandb_server import WandbServer
-from test_topology import FLUX, OPENMPI, SAGEMAKER, SLURM, TORCHRUN
+from test_topology import FLUX, OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking import __main__ as commands
@@ -102,7 +102,6 @@ LAUNCHERS: dict[str, dict[str, str]] = {
     "env_rank": {"RANK": "0", "WORLD_SIZE": "2"},
     "konduktor": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "2"},
     "flux": {**FLUX, "FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0"},
-    "sagemaker": {**SAGEMAKER, "SM_CURRENT_HOST": "algo-1"},
     "skypilot": {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
 }
 
@@ -578,6 +577,14 @@ def test_the_doctor_and_the_first_run_refuse_a_client_that_is_too_old(
         ("0.24.1", []),
         ("0.25.1", [("forked processes may hang", "0.28.1")]),
         ("0.26.0", [("forked processes may hang", "0.28.1"), ("with protobuf 6 before 6.32.1", "0.26.1")]),
+        (
+            "0.27.0",
+            [
+                ("forked processes may hang", "0.28.1"),
+                ("rows of one that was killed may be there twice", "0.28.0"),
+                ("waits without a limit for a service that does not answer", "0.28.0"),
+            ],
+        ),
         ("0.28.0", [("forked processes may hang", "0.28.1")]),
         ("0.28.1", []),
     ],

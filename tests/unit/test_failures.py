@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -101,22 +99,6 @@ def test_a_notice_with_an_exit_code_that_no_process_has_does_not_count(machine):
     error = raised(ValueError("a peer's"))
     announce_failure(error, replace(Failure.of_error(error, 2, 1), exit_code=10**17), RANKS[2])
     assert read() == "none"
-
-
-@pytest.mark.parametrize(
-    "planted", ["fifo", "link", "[" * 100_000, "[]", '{"message": 1}', '{"message": {"message": 1}}']
-)
-def test_an_error_file_that_is_no_such_file_is_left_out_and_nobody_waits_for_it(machine, monkeypatch, planted):
-    path = machine / "attempt_0" / "1" / "error.json"
-    path.parent.mkdir(parents=True)
-    if planted == "fifo":
-        os.mkfifo(path)
-    elif planted == "link":
-        path.symlink_to("/dev/zero")
-    else:
-        path.write_text(planted)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(machine / "attempt_0" / "0" / "error.json"))
-    assert read(terminated_s=None) == "none"
 
 
 def test_a_sigterm_without_a_failure_is_none(machine):
@@ -418,33 +400,16 @@ def test_a_rank_that_was_interrupted_is_told_so():
     assert "was interrupted (signal 2)" in str(Ended(rank=2, pid=1, status=2).failure(is_out_of_memory=False))
 
 
-def test_error_files_are_those_of_torchelastic(machine, monkeypatch):
-    pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
-    files = {rank: machine / "attempt_0" / str(rank) / "error.json" for rank in range(2)}
-    for file in files.values():
-        file.parent.mkdir(parents=True)
-
-    @contextmanager
-    def as_rank_1() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setenv("TORCHELASTIC_ERROR_FILE", str(files[1]))
-            patch.setattr(failures, "run_with_timeout", lambda *_: True)  # the rank does not reach the board
-            yield
-
-    with as_rank_1():
-        fail(1, ValueError("bad"))
-        fail(1, ValueError("other"))  # somebody has written it
-    written = json.loads(files[1].read_text())
+def test_the_error_file_is_written_as_torchelastic_does_until_the_failure_is_withdrawn(machine, monkeypatch):
+    file = machine / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    failure = fail(1, ValueError("bad"))
+    fail(1, ValueError("other"))  # somebody has written it
+    written = json.loads(file.read_text())
     assert written["message"]["message"] == "ValueError: bad"
     assert {*written["message"]["extraInfo"]} == {"py_callstack", "timestamp"}
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[0]))
-    assert read(terminated_s=None) == "1 ValueError 0"
-    with as_rank_1():
-        withdraw_failure(Failure.of_error(raised(ValueError("bad")), 1, 1), RANKS[1])
-    assert read(terminated_s=None) == "none"
-    with as_rank_1():
-        fail(1, cut_off())
-    assert read(Failure.of_error(raised(KeyError("the cause")), 0, 1), terminated_s=None) == "0 KeyError 1"
+    withdraw_failure(failure, RANKS[1])
+    assert not file.exists()
 
 
 def test_first_cause_of_nothing_is_none():

@@ -394,24 +394,6 @@ def test_the_last_header_counts_and_a_damaged_one_does_not(tmp_path):
     assert files.stored(tmp_path)[0].header == {"id": "y", "since": 3}
 
 
-def test_a_process_reads_its_own_journal_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 100)
-    journal = Journal(tmp_path, "rank-0", {"id": "x"})
-    assert journal.read(0) == ([], 0)
-    records = [b"short", b"x" * 1000, b"y" * 30, *RECORDS]
-    for record in records:
-        journal.add(record)
-    read, position = [], -1
-    entries, end = journal.read(0)
-    while end != position:
-        read, position = [*read, *entries], end
-        entries, end = journal.read(position)
-    assert [(entry.number, entry.data) for entry in read] == list(enumerate(records))
-    assert position == journal.size
-    journal.add(b"later")
-    assert [entry.data for entry in journal.read(position)[0]] == [b"later"]
-
-
 def test_a_line_without_an_end_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_LONGEST_LINE", 1000)
     journal = Journal(tmp_path, "rank-0", {"id": "x"})
@@ -471,43 +453,3 @@ def test_a_journal_whose_header_says_nothing_is_none(tmp_path):
     journal.add(b"x")
     journal.close()
     assert files.stored(tmp_path) == []
-
-
-def row(number: int, step: int | None = None) -> bytes:
-    return files.encode({"row": {"n": number}, "step": step, "time": 1.0})
-
-
-def test_a_journal_is_read_on_while_it_is_written(tmp_path):
-    """A line that is not complete yet, or that looks damaged on another machine's disk, is read when it is whole."""
-    journal = Journal(tmp_path, "rank-0", {})
-    journal.add(row(0))
-    journal.add(row(1, step=7))
-    (left,) = stored(tmp_path)
-    lines, sent = left.new_lines(files.Sent(last_step=4), is_written=True)
-    assert [(line["row"]["n"], line["step"]) for line in lines] == [(0, 5), (1, 7)]
-    assert left.new_lines(sent, is_written=True) == ([], sent)
-
-    journal.add(row(2))
-    whole = left.path.read_bytes()
-    for cut in (whole[:-20], whole[:-20] + bytes(19) + b"\n"):
-        left.path.write_bytes(cut)
-        lines, _ = left.new_lines(sent, is_written=True)
-        assert lines == []
-    left.path.write_bytes(whole)
-    lines, sent = left.new_lines(sent._replace(last_step=7), is_written=True)
-    assert [(line["row"]["n"], line["step"]) for line in lines] == [(2, 8)]
-
-
-def test_what_was_sent_of_a_journal_that_is_written_is_known_to_whoever_sends_the_rest(tmp_path):
-    """With the same ids and steps: a part of it may have arrived."""
-    journal = Journal(tmp_path, "rank-0", {})
-    for number in range(4):
-        journal.add(row(number))
-    (left,) = stored(tmp_path)
-    left.note(files.Sent(2, 11))
-    by_next_attempt = [(line["id"], line["step"]) for line in left.lines()]
-    lines, _ = left.new_lines(left.sent(), is_written=True)
-    assert by_next_attempt == [(line["id"], line["step"]) for line in lines] == [("rank-0-2", 12), ("rank-0-3", 13)]
-    journal.close()
-    left.remove()
-    assert not list(tmp_path.iterdir())

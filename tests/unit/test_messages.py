@@ -110,7 +110,7 @@ def test_a_client_without_a_viewer_is_not_told_to_use_it(monkeypatch, bare_envir
 
 def test_the_last_line_of_a_run_in_files_says_how_to_send_it(monkeypatch, tmp_path, capsys):
     class UnavailableTracker(Tracker):
-        name, title = "away", "Away"
+        name, title = "trackio", "Away"
 
         def open(self, request: RunRequest) -> Handle:
             return open_or_keep(request, self, self.open_at_service)
@@ -124,13 +124,15 @@ def test_the_last_line_of_a_run_in_files_says_how_to_send_it(monkeypatch, tmp_pa
 
     monkeypatch.chdir(tmp_path)
     train()
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("away: to look at run local: ")]
-    assert line.endswith(f": flyteplugins-tracking send {Path('tracking-offline', 'away-local').absolute()}")
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("trackio: to look at run local: ")
+    ]
+    assert line.endswith(f": flyteplugins-tracking send {Path('tracking-offline', 'trackio-local').absolute()}")
 
 
 def test_a_command_in_a_message_is_one_for_a_shell_whatever_the_id_is(monkeypatch, tmp_path, caplog):
     class UnavailableTracker(Tracker):
-        name, title = "away", "Away"
+        name, title = "trackio", "Away"
 
         def open(self, request: RunRequest) -> Handle:
             return open_or_keep(request, self, self.open_at_service)
@@ -151,7 +153,7 @@ def test_a_command_in_a_message_is_one_for_a_shell_whatever_the_id_is(monkeypatc
     assert shlex.split(command) == [
         "flyteplugins-tracking",
         "send",
-        str(tmp_path / "tracking-offline" / f"away-{run_id}"),
+        str(tmp_path / "tracking-offline" / f"trackio-{run_id}"),
     ]
 
 

@@ -1,212 +1,41 @@
-"""The load of a node, from texts of the kernel's and an NVML of the test; and what the run shows of many nodes."""
+"""The load of a node, as psutil reads it and with an NVML of the test; and what the run shows of many nodes."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
+import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import progress, pulse
 from flyteplugins_tracking._job.board import Board, OwnStore, to_text
-from flyteplugins_tracking._job.node_load import LoadMeter, is_sound, metrics
+from flyteplugins_tracking._job.node_load import LoadMeter, metrics
 from flyteplugins_tracking._job.pulse import Pulse, PulseDuty
 
 GIB = 2**30
-NET_HEAD = (
-    "Inter-|   Receive | Transmit\n face |bytes packets errs drop fifo frame compressed multicast|bytes packets\n"
-)
-
-
-class Machine:
-    """A directory with what the kernel says. Times are the test's."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root = root
-        self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-        self.meter = LoadMeter(str(root))
-
-    def write(self, path: str, text: object) -> None:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
-
-    def cpu(self, idle: int, busy: int) -> None:
-        self.write("proc/stat", f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1")
-
-    def net(self, **received_and_sent: tuple[int, int]) -> None:
-        lines = [f"{name:>6}: {got} 1 0 0 0 0 0 0 {sent} 2 0 0" for name, (got, sent) in received_and_sent.items()]
-        self.write("proc/net/dev", NET_HEAD + "\n".join(lines))
-
-    def disk(self, **read_and_written: tuple[int, int]) -> None:
-        lines = [f"8 0 {name} 9 9 {read // 512} 9 9 9 {wrote // 512} 9 0 9 9" for name, (read, wrote) in
-                 read_and_written.items()]  # fmt: skip
-        self.write("proc/diskstats", "\n".join(lines))
-
-    def device(self, path: str) -> None:
-        (self.root / "sys" / path / "device").mkdir(parents=True)
-
-    def after(self, seconds: float) -> dict[str, float]:
-        self.now += seconds
-        return self.meter.measure()
+RATES = {"net/sent_mb_s", "net/recv_mb_s", "disk/read_mb_s", "disk/write_mb_s"}
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    return Machine(tmp_path, monkeypatch)
+def meter(monkeypatch):
+    """Its first call has been made. The machine has no GPU."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    opened = LoadMeter(psutil)
+    assert opened.measure() == {}
+    return opened
 
 
-# CPU, network and disks
-
-
-def test_cpu_is_the_share_of_the_time_since_the_last_call_in_which_it_was_not_idle(machine):
-    machine.cpu(idle=1000, busy=1000)
-    assert machine.meter.measure() == {}
-    machine.cpu(idle=1030, busy=1010)
-    assert machine.after(10) == {"cpu": 25.0}
-    machine.cpu(idle=1030, busy=1110)
-    assert machine.after(10) == {"cpu": 100.0}
-
-
-def test_waiting_for_a_disk_is_idle_time(machine):
-    machine.cpu(idle=0, busy=0)
-    machine.meter.measure()
-    machine.write("proc/stat", "cpu 10 10 10 30 20 10 5 5 99 99")
-    assert machine.after(1) == {"cpu": 50.0}
-
-
-def test_the_network_is_what_the_interfaces_have_sent_and_received_without_loopback(machine):
-    machine.net(lo=(0, 0), eth0=(0, 10**6), eth1=(0, 0))
-    machine.meter.measure()
-    machine.net(lo=(10**9, 10**9), eth0=(20 * 10**6, 41 * 10**6), eth1=(0, 10**7))
-    assert machine.after(10) == {"net/sent_mb_s": 5.0, "net/recv_mb_s": 2.0}
-
-
-def test_a_bond_and_a_bridge_are_not_counted_beside_their_interfaces(machine):
-    machine.device("class/net/eth0")
-    machine.net(eth0=(0, 0), bond0=(0, 0), docker0=(0, 0))
-    machine.meter.measure()
-    machine.net(eth0=(10**6, 2 * 10**6), bond0=(10**6, 2 * 10**6), docker0=(10**6, 2 * 10**6))
-    assert machine.after(1) == {"net/sent_mb_s": 2.0, "net/recv_mb_s": 1.0}
-
-
-def test_disks_are_counted_once_without_their_partitions_and_volumes(machine):
-    machine.device("block/sda")
-    machine.device("block/nvme0n1")
-    machine.disk(sda=(0, 0), sda1=(0, 0), nvme0n1=(0, 0), loop0=(0, 0), **{"dm-0": (0, 0)})
-    machine.meter.measure()
-    moved = (512 * 10**6, 1024 * 10**6)
-    machine.disk(sda=moved, sda1=moved, nvme0n1=moved, loop0=moved, **{"dm-0": moved})
-    assert machine.after(512) == {"disk/read_mb_s": 2.0, "disk/write_mb_s": 4.0}
-
-
-@pytest.mark.parametrize(
-    "later",
-    [
-        {"eth0": (5, 10**9), "eth1": (10**9, 10**9)},  # a counter of 32 bits has wrapped
-        {"eth0": (10**9, 10**9)},
-        {"eth0": (10**9, 10**9), "eth1": (10**9, 10**9), "eth2": (10**9, 10**9)},
-    ],
-    ids=["goes back", "a device has gone", "a device has come"],
-)
-def test_a_rate_that_is_not_known_is_left_out_until_it_is_again(machine, later):
-    machine.net(eth0=(10**6, 10**6), eth1=(10**6, 10**6))
-    machine.meter.measure()
-    machine.net(**later)
-    assert machine.after(10) == {}
-    machine.net(**{name: (got + 10**7, sent) for name, (got, sent) in later.items()})
-    assert machine.after(10) == {"net/sent_mb_s": 0.0, "net/recv_mb_s": 1.0 * len(later)}
-
-
-def test_idle_time_that_goes_back_and_no_time_at_all_give_no_share(machine):
-    machine.cpu(idle=1000, busy=1000)
-    machine.meter.measure()
-    machine.cpu(idle=999, busy=1010)
-    assert machine.after(1) == {}
-    assert machine.after(1) == {}  # no tick
-
-
-# Memory
-
-
-def meminfo(total: int, available: int) -> str:
-    return f"MemTotal: {total // 1024} kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\nHugePages_Total: 0"
-
-
-def test_memory_is_what_is_not_available(machine):
-    machine.write("proc/meminfo", meminfo(100 * GIB, 60 * GIB))
-    assert machine.meter.measure() == {"memory": 40.0}
-
-
-def test_a_containers_limit_counts_if_it_is_nearer_without_what_the_kernel_takes_back(machine):
-    machine.write("proc/meminfo", meminfo(100 * GIB, 60 * GIB))
-    machine.write("proc/self/cgroup", "0::/")
-    machine.write("sys/fs/cgroup/memory.max", 10 * GIB)
-    machine.write("sys/fs/cgroup/memory.current", 9 * GIB)
-    machine.write("sys/fs/cgroup/memory.stat", f"anon 1\ninactive_file {GIB}")
-    assert machine.meter.measure() == {"memory": 80.0}
-    machine.write("sys/fs/cgroup/memory.max", "max")
-    assert machine.meter.measure() == {"memory": 40.0}
-
-
-def test_a_limit_of_a_cgroup_around_the_processs_own_counts(machine):
-    machine.write("proc/self/cgroup", "0::/system.slice/job_4711/step_0")
-    job = "sys/fs/cgroup/system.slice/job_4711"
-    machine.write(f"{job}/memory.max", 4 * GIB)
-    machine.write(f"{job}/memory.current", 3 * GIB)
-    machine.write(f"{job}/step_0/memory.max", "max")
-    machine.write(f"{job}/step_0/memory.current", GIB)
-    assert machine.meter.measure() == {"memory": 75.0}
-
-
-@pytest.mark.parametrize("folder", ["docker/4711", ""], ids=["the host's path", "a container sees its own only"])
-def test_version_1_of_cgroups_has_other_files(machine, folder):
-    machine.write("proc/meminfo", meminfo(100 * GIB, 60 * GIB))
-    machine.write("proc/self/cgroup", "9:name=systemd:/\n4:memory:/docker/4711\n1:cpu,cpuacct:/\n0::/")
-    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)
-    machine.write("sys/fs/cgroup/memory/memory.usage_in_bytes", 50 * GIB)
-    machine.write(f"sys/fs/cgroup/memory/{folder}/memory.limit_in_bytes", 10 * GIB)
-    machine.write(f"sys/fs/cgroup/memory/{folder}/memory.usage_in_bytes", 6 * GIB)
-    machine.write(f"sys/fs/cgroup/memory/{folder}/memory.stat", f"total_inactive_file {GIB}")
-    assert machine.meter.measure() == {"memory": 50.0}
-
-
-# What is not there, or is not as it should be
-
-
-def test_without_proc_nothing_is_measured_and_nothing_said(machine, caplog):
-    assert [machine.meter.measure(), machine.after(1)] == [{}, {}]
-    assert caplog.records == []
-
-
-def test_a_text_that_cannot_be_read_costs_its_values_with_one_warning(machine, caplog):
-    machine.cpu(idle=0, busy=0)
-    machine.write("proc/diskstats", "garbage")
-    machine.meter.measure()
-    machine.cpu(idle=1, busy=1)
-    assert machine.after(1) == {"cpu": 50.0}
-    assert [record.getMessage() for record in caplog.records] == [
-        "the run does not show the disks of this node: ValueError: "
-        "not enough values to unpack (expected at least 10, got 1)"
-    ]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it reads the machine's own /proc")
-def test_this_machine_has_a_load():
-    meter = LoadMeter()
-    meter.measure()
+def test_this_machine_has_a_load(meter):
     until = time.monotonic() + 0.1
     while time.monotonic() < until:
         sum(range(1000))
@@ -214,7 +43,75 @@ def test_this_machine_has_a_load():
     meter.close()
     assert 0 < load["cpu"] <= 100
     assert 0 < load["memory"] < 100
-    assert is_sound(load)
+    assert {"net/sent_mb_s", "net/recv_mb_s"} <= load.keys() <= {"cpu", "memory", *RATES}
+    assert all(load[key] >= 0 for key in RATES & load.keys())
+
+
+def counted(monkeypatch, sent: int, received: int) -> None:
+    devices = {"eth0": SimpleNamespace(bytes_sent=sent, bytes_recv=received), "lo": SimpleNamespace(bytes_sent=10**15)}
+    devices["lo"].bytes_recv = 10**15 * time.monotonic()
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: devices)
+
+
+def test_a_rate_is_in_millions_of_bytes_a_second_without_loopback_and_left_out_when_its_counter_goes_back(
+    meter, monkeypatch
+):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    counted(monkeypatch, 0, 10**9)
+    meter.measure()
+    counted(monkeypatch, 50 * 10**6, 0)
+    now += 10
+    load = meter.measure()
+    assert (load["net/sent_mb_s"], "net/recv_mb_s" in load) == (5.0, False)
+    counted(monkeypatch, 50 * 10**6, 20 * 10**6)
+    now += 10
+    assert meter.measure()["net/recv_mb_s"] == 2.0
+
+
+def test_what_psutil_cannot_read_costs_its_values_with_one_warning(meter, monkeypatch, caplog):
+    def refused() -> None:
+        raise PermissionError(13, "Permission denied", "/proc/diskstats")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", refused)
+    assert {"cpu", "memory"} <= meter.measure().keys() == meter.measure().keys()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run does not show the disks of this node: PermissionError: [Errno 13] Permission denied: '/proc/diskstats'"
+    ]
+
+
+def test_a_machine_without_a_disk_has_no_rates_of_disks(meter, monkeypatch, caplog):
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
+    assert not [key for key in meter.measure() if key.startswith("disk")]
+    assert caplog.records == []
+
+
+def test_without_psutil_the_pulse_goes_on_without_the_node_and_says_what_to_install(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    rows: list[Any] = []
+    duty = PulseDuty(DistributedInfo(0, 1, 0, 1, 0, 1), 0.0, rows.append)
+    duty.begin(Board(OwnStore(), ""))
+    duty.look()
+    duty.end(has_failed=False)
+    assert rows
+    assert not [key for key in rows[-1] if key.startswith("nodes/")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run does not show the load of this node: psutil is not installed: "
+        "pip install 'flyteplugins-tracking[pulse]'"
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "is_loaded"), [("", False), (", pulse_s=60", True)])
+def test_psutil_is_loaded_only_for_pulse_s(arguments, is_loaded):
+    program = f"""
+import sys
+from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking.testing import RecordingTracker
+tracking_init(tracker=RecordingTracker(){arguments})(lambda: None)()
+print("psutil" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{is_loaded}\n"
 
 
 # GPUs
@@ -261,13 +158,18 @@ class Nvml:
 
 
 @pytest.fixture
-def nvml(machine, monkeypatch):
+def nvml(meter, monkeypatch):
     def installed(*args: Any, **kwargs: Any) -> Nvml:
         fake = Nvml(*args, **kwargs)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
+        meter._has_gpus = True  # its first call has found none
         return fake
 
     return installed
+
+
+def gpus(meter: LoadMeter) -> dict[str, float]:
+    return {key: value for key, value in meter.measure().items() if key.startswith("gpu/")}
 
 
 def of_gpu(number: int) -> dict[str, float]:
@@ -275,108 +177,88 @@ def of_gpu(number: int) -> dict[str, float]:
     return {f"gpu/{number}/{name}": value for name, value in values.items()}
 
 
-def test_each_gpu_has_its_values_and_nvml_is_let_go_at_the_end(machine, nvml):
+def test_each_gpu_has_its_values_and_nvml_is_let_go_at_the_end(meter, nvml):
     fake = nvml()
-    assert machine.meter.measure() == {**of_gpu(0), **of_gpu(1)} == machine.after(1)
-    machine.meter.close()
-    machine.meter.close()
+    assert gpus(meter) == {**of_gpu(0), **of_gpu(1)} == gpus(meter)
+    meter.close()
+    meter.close()
     assert [fake.calls.count(name) for name in ("nvmlInit", "nvmlShutdown")] == [1, 1]
-    assert machine.after(1) == {}
+    assert gpus(meter) == {}
 
 
 @pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(machine, nvml, caplog, name):
+def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(meter, nvml, caplog, name):
     fake = nvml(name)
-    machine.cpu(idle=0, busy=0)
-    machine.meter.measure()
-    machine.cpu(idle=1, busy=1)
-    assert machine.after(1) == {"cpu": 50.0}
-    assert machine.after(1) == {}
+    assert [gpus(meter), gpus(meter)] == [{}, {}]
+    assert "cpu" in meter.measure()
     assert fake.calls.count(name) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "the run does not show the gpus of this node: RuntimeError: Not Supported"
     ]
-    machine.meter.close()
+    meter.close()
 
 
-@pytest.mark.parametrize(("lost", "text"), [({0}, "GPUs 0"), ({1}, "GPUs 1"), ({0, 1}, "GPUs 0, 1")])
-def test_a_gpu_without_a_handle_costs_its_own_values_with_one_warning(machine, nvml, caplog, lost, text):
-    fake = nvml()
-    fake.lost = lost
+@pytest.mark.parametrize("lost", [{0}, {1}, {0, 1}])
+def test_a_gpu_that_is_lost_costs_its_own_values_and_each_kind_of_them_is_told_once(meter, nvml, caplog, lost):
+    nvml().lost = lost
     expected = {key: value for gpu in (0, 1) if gpu not in lost for key, value in of_gpu(gpu).items()}
-    assert machine.meter.measure() == expected == machine.after(1)
+    assert gpus(meter) == expected == gpus(meter)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the run does not show the {text} of this node: RuntimeError: GPU is lost"
+        f"the run does not show the gpus' {name} of this node: RuntimeError: GPU is lost"
+        for name in ("util", "memory", "power_w", "temp_c")
     ]
 
 
 @pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetTemperature"])
-def test_a_call_of_nvml_that_hangs_costs_the_gpus_alone_and_is_not_made_again(machine, nvml, caplog, monkeypatch, name):
+def test_a_call_of_nvml_that_hangs_costs_the_gpus_alone_and_none_is_made_again(meter, nvml, caplog, monkeypatch, name):
     monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
     fake = nvml()
     fake.hangs[name] = released = threading.Event()
-    machine.write("proc/meminfo", meminfo(100 * GIB, 60 * GIB))
-    assert [machine.meter.measure(), machine.after(1), machine.after(10), machine.after(10)] == [{"memory": 40.0}] * 4
+    assert [gpus(meter), gpus(meter)] == [{}, {}]
+    assert "cpu" in meter.measure()
     assert fake.calls.count(name) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "the run does not show the gpus of this node: TimeoutError: NVML does not answer, and is asked no more until "
-        "it does"
+        "the run does not show the gpus of this node: TimeoutError: not within 0.01 s"
     ]
-    machine.meter.close()
+    meter.close()
     assert "nvmlShutdown" not in fake.calls
     released.set()
-    (thread,) = (one for one in threading.enumerate() if one.name.endswith("nvml"))
-    thread.join()
 
 
-def test_an_nvml_that_is_slow_is_shown_by_the_next_look(machine, nvml, caplog, monkeypatch):
-    monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
+def test_an_end_of_nvml_that_hangs_is_not_waited_for(meter, nvml, monkeypatch):
     fake = nvml()
-    fake.hangs["nvmlInit"] = ready = threading.Event()
-    assert machine.meter.measure() == {}
-    (thread,) = (one for one in threading.enumerate() if one.name.endswith("nvml"))
-    ready.set()
-    thread.join()
-    assert machine.after(1) == {**of_gpu(0), **of_gpu(1)}
-    assert caplog.records == []
-    machine.meter.close()
-
-
-def test_an_end_of_nvml_that_hangs_is_not_waited_for(machine, nvml, monkeypatch):
-    fake = nvml()
-    machine.meter.measure()
+    meter.measure()
     fake.hangs["nvmlShutdown"] = released = threading.Event()
-    monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
-    machine.meter.close()
+    monkeypatch.setattr("flyteplugins_tracking._job.node_load._CLOSE_S", 0.01)
+    meter.close()
     released.set()
 
 
-def test_a_machine_without_nvidias_driver_has_no_gpus_and_says_nothing(machine, nvml, caplog):
+def test_a_machine_without_nvidias_driver_has_no_gpus_and_says_nothing(meter, nvml, caplog):
     fake = nvml("nvmlInit", Nvml.NVMLError_LibraryNotFound)
-    assert [machine.meter.measure(), machine.after(1)] == [{}, {}]
+    assert [gpus(meter), gpus(meter)] == [{}, {}]
     assert (fake.calls, caplog.records) == (["nvmlInit"], [])
 
 
-def test_a_value_that_a_gpu_does_not_have_is_told_once_and_the_others_are_there(machine, nvml, caplog):
+def test_a_value_that_a_gpu_does_not_have_is_told_once_and_the_others_are_there(meter, nvml, caplog):
     nvml("nvmlDeviceGetPowerUsage")
     expected = {key: value for key, value in {**of_gpu(0), **of_gpu(1)}.items() if "power" not in key}
-    assert machine.meter.measure() == expected == machine.after(1)
+    assert gpus(meter) == expected == gpus(meter)
     assert [record.getMessage() for record in caplog.records] == [
         "the run does not show the gpus' power_w of this node: RuntimeError: Not Supported"
     ]
 
 
-def test_the_first_16_gpus_of_a_node_are_shown(machine, nvml):
+def test_the_first_16_gpus_of_a_node_are_shown(meter, nvml):
     nvml(gpus=40)
-    load = machine.meter.measure()
-    assert len(load) == 16 * 4
-    assert is_sound(load)
+    assert len(gpus(meter)) == 16 * 4
 
 
-def test_a_module_of_that_name_that_is_another_one_costs_the_gpus_alone(machine, monkeypatch, caplog):
+def test_a_module_of_that_name_that_is_another_one_costs_the_gpus_alone(meter, nvml, monkeypatch, caplog):
+    nvml()
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(__name__="pynvml"))
-    machine.write("proc/meminfo", meminfo(100 * GIB, 60 * GIB))
-    assert machine.meter.measure() == {"memory": 40.0} == machine.after(1)
+    assert [gpus(meter), gpus(meter)] == [{}, {}]
+    assert "cpu" in meter.measure()
     assert len(caplog.records) == 1
 
 
@@ -438,15 +320,6 @@ def test_a_job_of_many_nodes_keeps_its_keys_while_few_of_them_are_there():
 
 
 # From the board
-
-
-@pytest.mark.parametrize(
-    "value",
-    [{"cpu": "99"}, {"cpu": None}, {"cpu": True}, {"cpu": [1]}, {"rm -rf": 1.0}, {"gpu/16/util": 1.0}, {"cpu\n": 1.0}],
-)
-def test_a_load_with_anything_else_is_not_sound(value):
-    assert is_sound(load(16))
-    assert not is_sound({**load(16), **value})
 
 
 class Job:
@@ -512,15 +385,7 @@ def of_node(**fields: Any) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        of_node(load={"cpu": "50"}),
-        of_node(load={"password": 1}),
-        of_node(load={f"gpu/{number}/util": 1.0 for number in range(17)}),
-        of_node(load=[1, 2]),
-        of_node(load={"cpu": math.nan}),
-        of_node(load={"cpu": math.inf}),
-        of_node(node=3),
-        of_node(node=-1),
-        of_node(node=True),
+        of_node(load={"cpu": 1e999}),
         of_node(load={**load(), "memory": 10**30}),
         of_node(load={f"cpu{' ' * number}": 1.0 for number in range(500)}),
         of_node()[:-20],
@@ -536,17 +401,6 @@ def test_a_damaged_load_is_left_out_with_one_warning(monkeypatch, caplog, text):
     assert job.shown_after(10.1, 2) == {"0", "2"}
     assert len(caplog.records) == 1
     assert job.shown_after(10.1, 1, 2) == {"0", "1", "2"}
-
-
-def test_random_changes_of_a_pulse_raise_nothing_and_show_finite_numbers(monkeypatch):
-    job, random, text = Job(3, monkeypatch), Random(1), of_node(load=load(8))
-    for _ in range(300):
-        changed = bytearray(text.encode())
-        for _ in range(random.randint(1, 5)):
-            changed[random.randrange(len(changed))] = random.choice([*b'0123456789eE+-"[]{}', random.randrange(256)])
-        job.put(1, changed.decode(errors="replace"))
-        job.shown_after(10.1)
-        assert all(math.isfinite(value) for value in job.rows[-1].values())
 
 
 @pytest.mark.parametrize(

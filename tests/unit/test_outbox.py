@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Sequence
@@ -18,11 +16,12 @@ import pytest
 from support.waiting import wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking._commands import send
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
 from flyteplugins_tracking.trackers.base import Handle, NoSigterm, RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import Journal, Line, encode, exit_code_in, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, encode, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle, open_or_keep
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError
 
@@ -104,8 +103,7 @@ def test_the_runs_end_is_kept_until_the_run_has_it(tmp_path):
     outbox.keep()
     (left,) = stored(tmp_path / "run")
     lines = list(left.lines())
-    assert [line for line in lines if "row" in line] == []
-    assert exit_code_in(lines) == 3
+    assert [line["exit_code"] for line in lines] == [3]
 
 
 def test_an_outbox_with_nothing_to_send_starts_no_thread_and_makes_no_file(tmp_path):
@@ -233,37 +231,33 @@ def test_what_an_earlier_attempt_left_is_called_sent_if_it_was_and_kept_if_not(t
     assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
 
 
-@pytest.mark.parametrize("chunk", [500, 1_000_000])
-def test_what_memory_has_no_room_for_is_read_from_the_journal(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 400)
-    monkeypatch.setattr("flyteplugins_tracking.trackers.journal._CHUNK", chunk)
+def test_what_memory_has_no_room_for_is_left_to_the_next_attempt_and_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 2000)
     service = Service()
     service.is_away.set()
     outbox = new_outbox(tmp_path, service)
     put(outbox, range(500))
-    assert outbox._bytes < 500
+    assert "What is logged from now on is in files" in caplog.text
     service.is_away.clear()
-    put(outbox, range(500, 1000))
-    assert outbox.close(end_within(LONGEST_S))
-    outbox.remove()
-    assert service.numbers == list(range(1000))
-
-
-def test_reading_its_own_journal_keeps_the_journals_lock(tmp_path, monkeypatch):
-    """Another process would send what it has, and remove it."""
-    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 1)
-    service = Service()
-    outbox = new_outbox(tmp_path, service)
-    put(outbox, range(10))
     outbox.wait(LONGEST_S)
-    service.is_away.set()
-    put(outbox, [10])
-    look = "from flyteplugins_tracking.trackers.journal import *; import sys; from pathlib import Path\n"
-    look += "print([journal.is_open() for journal in stored(Path(sys.argv[1]))])"
-    done = subprocess.run([sys.executable, "-c", look, tmp_path], capture_output=True, text=True, timeout=LONGEST_S)
-    assert done.stdout == "[True]\n", done
-    outbox.close(end_within(0))
-    assert service.numbers == list(range(10))
+    put(outbox, range(500, 1000))
+    outbox.put({"exit_code": 0})
+    limit = end_within(LONGEST_S)
+    assert not outbox.close(limit)
+    assert limit.left_s > LONGEST_S / 2  # it does not wait for what it does not send
+    outbox.keep()
+    sent = len(service.numbers)
+    assert 0 < sent < 20
+    assert service.numbers == [*range(sent)]
+    assert (outbox.rows, outbox.lost_rows) == (1000 - sent, 0)
+    (left,) = stored(tmp_path)
+    lines = list(left.lines())
+    assert [line["row"]["n"] for line in lines if "row" in line] == [*range(sent, 1000)]
+    assert lines[-1]["exit_code"] == 0
+    monkeypatch.undo()
+    later = new_outbox(tmp_path, service, stored(tmp_path))
+    assert later.close(end_within(LONGEST_S))
+    assert service.numbers == [*range(1000)]
 
 
 def test_a_full_disk_costs_no_line_that_the_service_takes(tmp_path, monkeypatch):
@@ -297,7 +291,7 @@ def test_lines_that_are_neither_sent_nor_kept_are_counted(tmp_path, monkeypatch,
 
 
 def test_lines_beyond_memory_and_a_full_disk_are_lost_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 100)
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 500)
     service = Service()
     service.is_away.set()
     outbox = new_outbox(tmp_path, service)
@@ -305,9 +299,14 @@ def test_lines_beyond_memory_and_a_full_disk_are_lost_and_counted(tmp_path, monk
     monkeypatch.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
     put(outbox, range(5, 20))
     service.is_away.clear()
-    assert outbox.close(end_within(LONGEST_S))
-    assert service.numbers == list(range(5))
-    assert (outbox.rows, outbox.lost_rows) == (15, 15)
+    assert not outbox.close(end_within(LONGEST_S))
+    sent = len(service.numbers)
+    assert 0 < sent < 5
+    assert service.numbers == list(range(sent))
+    assert (outbox.rows, outbox.lost_rows) == (20 - sent, 15)
+    outbox.keep()
+    (left,) = stored(tmp_path)
+    assert [line["row"]["n"] for line in left.lines()][sent - 5 :] == [*range(sent, 5)]
 
 
 def test_without_a_service_everything_is_kept_and_nobody_waits(tmp_path):
@@ -335,6 +334,27 @@ class Away(Tracker):
         if self.service is None:
             raise TrackerUnavailableError("Away does not answer.")
         return OutboxHandle(request, self, self.service)
+
+
+def test_what_the_service_does_not_take_from_send_is_told_and_stays(tmp_path, monkeypatch):
+    arguments = {"arguments": {"project": "p", "kill_after_s": 6}, "run_metadata": {}, "group": None}
+    journal = Journal(
+        tmp_path / "run", "0000", {"tracker": "trackio", "id": "x", "primary": True, "attempt": 0, **arguments}
+    )
+    for number in range(3):
+        journal.add(encode(row(number)))
+    journal.close()
+    service = Service()
+    tracker = Away(service)
+    tracker.name = "trackio"
+    monkeypatch.setattr(send, "find_tracker", lambda _: tracker)
+    service.is_away.set()
+    with pytest.raises(TrackerUnavailableError, match="a part of the run could not be sent"):
+        send.send_directory(tmp_path / "run")
+    service.is_away.clear()
+    assert send.send_directory(tmp_path / "run") == f"sent {tmp_path / 'run'} as run x"
+    assert service.numbers == [0, 1, 2]
+    assert stored(tmp_path / "run") == []
 
 
 def test_any_step_of_a_run_in_files_can_be_sent(tmp_path, monkeypatch):
@@ -371,6 +391,32 @@ def test_a_run_sends_the_journals_of_its_own_earlier_attempts_alone(tmp_path, mo
     assert [left.name for left in stored(directory)] == [f"{number:04}" for number in range(1, 6)]
 
 
+def test_the_end_of_a_run_tells_what_memory_had_no_room_for_and_the_next_attempt_sends_it(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 2000)
+    monkeypatch.chdir(tmp_path)
+    service = Service()
+
+    @tracking_init(tracker=Away(service), project="p", id="train")
+    def train(numbers: range) -> None:
+        for number in numbers:
+            get_run().log({"n": number})
+        service.is_away.clear()
+
+    service.is_away.set()
+    train(range(100))
+    sent = len(service.numbers)
+    assert 0 < sent < 20
+    directory = tmp_path / "tracking-offline" / "away-train"
+    assert f"Away: run train: Away has not taken {100 - sent} rows. They are kept in files." in caplog.text
+    assert f"flyteplugins-tracking send {directory}" in caplog.text
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 256_000_000)
+    train(range(100, 103))
+    assert service.numbers == [*range(103)]
+    assert not directory.exists()
+
+
 def test_who_waits_gives_up_when_nothing_is_taken_anymore(tmp_path):
     service = Service()
     outbox = new_outbox(tmp_path, service)
@@ -402,7 +448,7 @@ def test_a_signal_handler_may_put_a_line_while_one_is_put(tmp_path, monkeypatch)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert outbox.close(end_within(LONGEST_S))
-    assert sorted(service.numbers) == [0, 1, 2, 100]
+    assert service.numbers == [0, 1, 100, 2]  # in the order of the journal, which is acknowledged by it
 
 
 def test_a_forked_child_puts_nothing_and_waits_for_no_lock(tmp_path):

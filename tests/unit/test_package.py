@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -47,7 +48,6 @@ def test_the_public_names_change_on_purpose_only():
         "TrackerNotInstalledError",
         "TrackerUnavailableError",
         "TrackingError",
-        "gather_metrics",
         "get_distributed_info",
         "get_run",
         "get_sweep_id",
@@ -59,7 +59,6 @@ def test_the_public_names_change_on_purpose_only():
         "process_group",
         "request_stop",
         "should_stop",
-        "sweep_agent",
         "tracking_config",
         "tracking_init",
         "tracking_run",
@@ -67,6 +66,15 @@ def test_the_public_names_change_on_purpose_only():
         "tracking_sweep_config",
     ]
     assert all(hasattr(flyteplugins_tracking, name) for name in flyteplugins_tracking.__all__)
+
+
+@pytest.mark.parametrize("name", flyteplugins_tracking._REMOVED)
+def test_a_removed_name_is_an_error_that_says_what_to_use(name):
+    expected = f"flyteplugins_tracking.{name} has been removed: {flyteplugins_tracking._REMOVED[name]}"
+    with pytest.raises(ImportError, match=f"^{re.escape(expected)}$"):
+        getattr(flyteplugins_tracking, name)
+    with pytest.raises(ImportError, match=f"^{re.escape(expected)}$"):
+        exec(f"from flyteplugins_tracking import {name}")
 
 
 def test_every_module_can_be_loaded():

@@ -17,6 +17,7 @@ from flyteplugins_tracking._rank.pools import POOLS, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs.call import state
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking.errors import TopologyError
 
 
 def called_by(file: str, function: str) -> Callable[[Callable[[], Any]], Any]:
@@ -64,16 +65,22 @@ def test_variables_that_a_helper_leaves_behind_make_no_node(in_pool, bare_enviro
     assert call(lambda: detect({"RANK": "1"})) is None
 
 
-def test_the_variables_of_a_group_that_has_ended_make_no_rank(bare_environment, monkeypatch):
+def test_the_variables_of_a_group_that_has_ended_or_is_another_one_are_refused(bare_environment, monkeypatch):
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
     group: dict[str, Any] = {"is_available": lambda: True, "is_initialized": lambda: True}
-    dist = SimpleNamespace(**group, get_rank=lambda: 1, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=object()))
+    dist = SimpleNamespace(**group, get_rank=lambda: 1, get_world_size=lambda: 2)
     call = called_by("distributed/worker.py", "apply_function")
     monkeypatch.setitem(sys.modules, "torch.distributed", dist)
+    c10d = SimpleNamespace(_default_pg_init_method="env://")
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
     assert call(lambda: detect(env)).rank == 1
+    dist.get_world_size = lambda: 3
+    with pytest.raises(TopologyError, match="RANK=1 and WORLD_SIZE=2 were set in this process"):
+        call(lambda: detect(env))
     dist.is_initialized = lambda: False
-    assert call(lambda: detect(env)) is None
-    assert call(lambda: detect({**env, "MASTER_PORT": "29501"})).rank == 1  # another world
+    with pytest.raises(TopologyError, match="Unset them, or use override_distributed_info"):
+        call(lambda: detect(env))
+    assert call(lambda: detect({})) is None
 
 
 @pytest.mark.parametrize(

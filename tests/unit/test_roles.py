@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from flyteplugins_tracking.testing import simulate
 from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
 from flyteplugins_tracking.trackers.journal import Journal
-from flyteplugins_tracking.trackers.rows import RowBuffer
+from flyteplugins_tracking.trackers.rows import RowBuffer, RowPath
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb.roles import NumberedRows
 from flyteplugins_tracking.trackers.wandb.send import in_order, label_in
@@ -57,6 +58,15 @@ class OneWriter(Tracker):
         ({"roles": ["eval"], "config": {"eval": {"every": 10}}}, "the key 'eval'"),
         ({"role": "a", "tracker": OneWriter()}, "one-writer does not support role='a'"),
         ({"roles": ["a"], "tracker": OneWriter()}, "one-writer does not support roles=['a']"),
+        *(
+            (
+                {"tracker": tracker, **argument},
+                f"{title} does not support {shown}: jobs share a run with W&B only. Leave out roles= and role=; for a "
+                "run each in one group, pass the same group= in all of these jobs, and an id= of its own in each",
+            )
+            for tracker, title in (("mlflow", "MLflow"), ("pluto", "Pluto"), ("trackio", "Trackio"))
+            for argument, shown in (({"role": "a"}, "role='a'"), ({"roles": ["a"]}, "roles=['a']"))
+        ),
         ({"role": "a", "config": "config.yaml"}, "a file"),
         ({"roles": ["a"], "resume": "must"}, "resume="),
     ],
@@ -120,18 +130,16 @@ def test_a_simulation_shows_a_role_beside_its_owner():
 
 
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned_once(caplog):
-    @tracking_init(project="rl", id="r", roles=["eval", "rollout-1"])
-    def train():
-        for value in range(3):
-            get_run().log({"loss": value, "eval": value, "rollout-10/loss": value})
-        assert caplog.messages == []
-        for value in range(3):
-            get_run().log({"loss": value, f"eval/loss-{value}": value})
-
-    with recording():
-        train()
+    gate = SimpleNamespace(refuses=lambda: False, call=lambda write, _: write())
+    path, rows = RowPath("W&B", gate, lambda: None, dict, ["eval", "rollout-1"]), []
+    for value in range(3):
+        path.log({"loss": value, "eval": value, "rollout-10/loss": value}, rows.append, rows.append)
+    assert caplog.messages == []
+    for value in range(3):
+        path.log({"loss": value, f"eval/loss-{value}": value}, rows.append, rows.append)
     (warning,) = caplog.messages
     assert "the owner of the run logs 'eval/loss-0', and its role 'eval' has keys below that name" in warning
+    assert len(rows) == 6
 
 
 def test_rows_without_a_step_are_counted_from_the_given_ones():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
-from flyteplugins_tracking._runs.call import Doubles, current, override, state
+from flyteplugins_tracking._runs.call import World, current, override, state
 from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
@@ -97,6 +97,12 @@ def nothing_is_open() -> bool:
     return (state.calls, state.runs, current.get(), handler, is_locked()) == ([], [], None, signal.SIG_DFL, False)
 
 
+def world_of(platform: Platform) -> World:
+    world = World()
+    world.context = lambda _: platform
+    return world
+
+
 @pytest.fixture
 def steps(bare_environment):
     return Steps()
@@ -104,7 +110,7 @@ def steps(bare_environment):
 
 @pytest.fixture
 def platform(steps):
-    with override(Doubles(lambda own: own, lambda _: Platform(steps=steps))):
+    with override(world_of(Platform(steps=steps))):
         yield
 
 
@@ -148,8 +154,8 @@ def test_an_error_at_the_import_of_a_client_is_told_as_such(steps, monkeypatch, 
 
 def test_a_run_that_cannot_be_propagated_is_closed_as_failed(steps):
     function = tracking_init(tracker=Service(steps), id=ID)(lambda: steps.append("function"))
-    doubles = Doubles(lambda own: own, lambda _: Platform(steps=steps, propagates=False, can_persist=False))
-    with override(doubles), pytest.raises(ValueError, match="made to fail"):
+    world = world_of(Platform(steps=steps, propagates=False, can_persist=False))
+    with override(world), pytest.raises(ValueError, match="made to fail"):
         function()
     assert steps[:4] == ["open", "await writers 1", "event failure", "finish 1"]
     assert "function" not in steps

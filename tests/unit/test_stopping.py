@@ -127,35 +127,27 @@ def test_a_time_limit_that_is_far_away_or_not_watched_stops_nothing(recorder, mo
     assert not tracking_init(tracker=recorder)(loops)(0.1)
 
 
-@pytest.mark.parametrize(("told", "stops"), [("0 days", True), ("9 days", False), ("nonsense", False)])
-def test_an_older_slurm_is_asked_for_its_time_limit(recorder, monkeypatch, tmp_path, told, stops):
-    """Before 23.02, Slurm sets no SLURM_JOB_END_TIME. What `squeue` prints is in local time."""
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f'#!/bin/sh\n[ "$3" = --jobs=4711 ] && date -d "{told}" +%Y-%m-%dT%H:%M:%S\n')
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+@pytest.mark.parametrize("job", [None, "4711"])
+def test_a_time_limit_that_nobody_tells_is_said(recorder, monkeypatch, caplog, job):
+    """As in a job of Slurm before 23.02, which sets no SLURM_JOB_END_TIME."""
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    assert bool(tracking_init(tracker=recorder, stop_before_s=60)(loops)(10 if stops else 0.1)) == stops
-
-
-def test_a_time_limit_that_nobody_tells_is_said(recorder, monkeypatch, caplog):
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
     assert not tracking_init(tracker=recorder, stop_before_s=5)(loops)(0.05)
     assert "stop_before_s=5 is ignored: the launcher names no time limit" in caplog.text
+    assert "before, export SLURM_JOB_END_TIME in the batch script" in caplog.text
 
 
-def test_the_ranks_of_a_simulation_that_are_running_are_asked(recorder):
-    together = threading.Barrier(4)
-
-    @tracking_init(tracker=recorder)
+def test_a_rank_of_a_simulation_asks_itself(recorder):
+    @tracking_init(tracker=recorder, run_mode="new", stop_before_s=5)
     def train() -> bool:
-        together.wait(30)
         if get_distributed_info().rank == 1:
-            request_stop()
-        return loops()
+            request_stop("enough")
+        return should_stop()
 
-    assert simulate(train, 1, 4, threads=True).returned == (True,) * 4
+    job = simulate(train, 1, 3)
+    assert job.returned == (False, True, False)
+    assert [run.summary.get("stop/reason") for run in job.runs] == [None, "enough", None]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import contextvars
 import copy
 import importlib
@@ -36,7 +37,7 @@ from flyteplugins_tracking import (
 )
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking._runs.call import _doubles, state
+from flyteplugins_tracking._runs.call import state, worlds
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -68,7 +69,7 @@ def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
         patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was locked on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []
-    assert (state.calls, _doubles, get_run()) == ([], [], None)
+    assert (state.calls, len(worlds), get_run()) == ([], 1, None)
     monkeypatch.undo()
     assert environment() == before
 
@@ -88,9 +89,20 @@ def tracked(**options) -> Callable[..., int]:
     return train
 
 
-@pytest.mark.parametrize("threads", [True, False])
+def raising_on(rank: int, error: BaseException, **options) -> Callable[..., int]:
+    train = tracked(**options).__wrapped__
+
+    @tracking_init(project="p", **options)
+    def train_and_raise() -> int:
+        if train() == rank:
+            raise error
+        return get_distributed_info().rank
+
+    return train_and_raise
+
+
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 3, 2], [1]])
-def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
+def test_each_rank_has_the_run_that_the_plan_says(sizes, monkeypatch):
     for name, value in OUTER.items():
         monkeypatch.setenv(name, value)
     infos = []
@@ -101,7 +113,7 @@ def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
     ]
     for mode in RUN_MODES:
         for scope in RANK_SCOPES:
-            job = simulate(tracked(run_mode=mode, rank_scope=scope), nproc_per_node=sizes, threads=threads)
+            job = simulate(tracked(run_mode=mode, rank_scope=scope), nproc_per_node=sizes)
             assert job.returned == tuple(range(sum(sizes)))
             plans = [plan(info, mode, scope, "simulated") for info in infos]
             assert set(job.runs.ids) == {planned.run_id for planned in plans if planned.opens}
@@ -114,19 +126,15 @@ def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
     assert os.environ.items() >= OUTER.items()  # they are back
 
 
-@pytest.mark.parametrize("threads", [True, False])
 @pytest.mark.parametrize(
     ("primary_rank", "primary"), [(2, 2), (-1, 5), (lambda info: info.world_size - 2, 4)], ids=["2", "-1", "callable"]
 )
-def test_the_primary_has_the_run_ends_it_and_gives_its_config(primary_rank, primary, threads):
-    auto = simulate(
-        tracked(primary_rank=primary_rank), nproc_per_node=[4, 2], failing={0: ValueError()}, threads=threads
-    )
+def test_the_primary_has_the_run_ends_it_and_gives_its_config(primary_rank, primary):
+    auto = simulate(raising_on(0, ValueError(), primary_rank=primary_rank), nproc_per_node=[4, 2])
     assert [(run.ranks, run.primary, run.exit_codes) for run in auto.runs] == [((primary,), primary, (0,))]
-    failing = {primary: SystemExit(3)}
-    shared = tracked(primary_rank=primary_rank, run_mode="shared")
-    job = simulate(shared, nproc_per_node=[4, 2], failing=failing, max_restarts=1, threads=threads)
-    assert [(run.ranks, run.primary, run.exit_codes) for run in job.runs] == [((0, 1, 2, 3, 4, 5), primary, (3, 0))]
+    shared = raising_on(primary, SystemExit(3), primary_rank=primary_rank, run_mode="shared")
+    job = simulate(shared, nproc_per_node=[4, 2])
+    assert [(run.ranks, run.primary, run.exit_codes) for run in job.runs] == [((0, 1, 2, 3, 4, 5), primary, (3,))]
     assert [run.id for run in (*auto.runs, *job.runs)] == ["simulated"] * 2
 
 
@@ -184,32 +192,6 @@ def test_the_primary_rank_is_propagated_and_pickled():
         assert config.for_parent({"id": "p", "project": "q"}).primary_rank == value
 
 
-def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_are_named():
-    barrier = threading.Barrier(8)
-
-    @tracking_init
-    def train() -> int:
-        return barrier.wait(timeout=60)
-
-    assert sorted(simulate(train).returned) == list(range(8))
-    never = threading.Event()
-
-    @tracking_init
-    def waits() -> None:
-        if get_distributed_info().rank == 1:
-            raise ValueError("lost")
-        never.wait(60)
-
-    with pytest.raises(TimeoutError, match=r"^rank 0 of 2 did not .*Rank 1 raised ValueError\('lost'\)"):
-        simulate(waits, num_workers=1, nproc_per_node=2, timeout_s=0.2)
-    # The threads still wait. They must not affect the next test.
-    assert (state.calls, get_run()) == ([], None)
-    never.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("rank-"):
-            thread.join(60)
-
-
 def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
     for name, value in OUTER.items():
         monkeypatch.setenv(name, value)
@@ -218,20 +200,17 @@ def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
     @tracking_init
     def train() -> None:
         info = contextvars.Context().run(detect, os.environ)  # without the simulation's override
-        assert (info.launcher, info.restart_count) == ("torchelastic", len(infos) // 6)
+        assert (info.launcher, info.restart_count) == ("torchelastic", 0)
         assert info["rank"] == get_distributed_info().rank
         assert {*info.keys()} == {*get_distributed_info().keys()}
         assert "MASTER_ADDR" not in os.environ
         infos.append(info)
 
-    simulate(train, nproc_per_node=[4, 2], threads=False, failing={5: OSError()}, max_restarts=1)
-    assert [(i.rank, i.local_rank, i.local_world_size, i.worker_index, i.num_workers) for i in infos[6:]] == [
+    assert simulate(train, nproc_per_node=[4, 2]).failed == ()
+    assert [(i.rank, i.local_rank, i.local_world_size, i.worker_index, i.num_workers) for i in infos] == [
         *((rank, rank, 4, 0, 2) for rank in range(4)),
         *((4 + rank, rank, 2, 1, 2) for rank in range(2)),
     ]
-    in_threads = []
-    simulate(tracking_init(lambda: in_threads.append(os.environ.get("RANK"))), threads=True)
-    assert in_threads == [None] * 8
 
 
 @pytest.mark.parametrize(
@@ -241,12 +220,11 @@ def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
         (SystemExit(3), 3, "failed"),
         (SystemExit(), 0, "finished"),
         (SystemExit(143), 143, "preempted"),
-        (KeyboardInterrupt(), 130, "failed"),
+        (SystemExit(130), 130, "failed"),
     ],
 )
-@pytest.mark.parametrize("threads", [True, False])
-def test_a_failing_rank_ends_its_run_as_its_process_would(error, exit_code, status, threads):
-    job = simulate(tracked(run_mode="new"), failing={3: error}, threads=threads)
+def test_a_failing_rank_ends_its_run_as_its_process_would(error, exit_code, status):
+    job = simulate(raising_on(3, error, run_mode="new"))
     assert job.ranks[3].error is error
     assert [result.rank for result in job.failed] == ([3] if exit_code else [])
     assert (job.ranks[3].exit_code, job.ranks[3].worker_index, job.ranks[4].exit_code) == (exit_code, 0, 0)
@@ -262,29 +240,39 @@ def test_a_failing_rank_ends_its_run_as_its_process_would(error, exit_code, stat
 
 @pytest.mark.parametrize(("tracker", "statuses"), [("wandb", ["failed", "preempted"]), ("mlflow", ["killed"] * 2)])
 def test_a_run_that_was_stopped_has_the_status_that_its_tracker_shows(tracker, statuses):
-    failing = {0: KeyboardInterrupt(), 1: SystemExit(143)}
-    job = simulate(tracked(run_mode="new", tracker=tracker), num_workers=1, nproc_per_node=2, failing=failing)
+    @tracking_init(project="p", run_mode="new", tracker=tracker)
+    def train() -> None:
+        raise SystemExit((130, 143)[get_distributed_info().rank])
+
+    job = simulate(train, num_workers=1, nproc_per_node=2)
     assert [run.status for run in job.runs] == statuses
 
 
-def test_a_restart_goes_on_with_the_run_until_none_fails():
-    @tracking_init(run_mode="shared")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.fail.Exception("in the function")])
+def test_ctrl_c_and_an_exception_of_pytest_end_the_simulation(error):
+    with pytest.raises(type(error)):
+        simulate(raising_on(0, error))
+
+
+def test_a_later_attempt_goes_on_with_the_recorded_run():
+    @tracking_init(id="i")
     def train() -> None:
         info, run = get_distributed_info(), get_run()
         assert run.resumed == (info.restart_count > 0)
-        run.log({"x": info.rank})
-        if info.rank == info.restart_count == 0:
+        run.log({"x": 1})
+        if info.restart_count == 0:
             run.name = "mine"
-        if info.rank == 0 and info.restart_count < 2:
             raise ValueError("lost")
 
-    job = simulate(train, num_workers=1, nproc_per_node=2, max_restarts=5)
-    (run,) = job.runs
-    assert [[r.exit_code for r in results] for results in job.attempts] == [[1, 0], [1, 0], [0, 0]]
-    assert (run.attempts, run.exit_codes, run.status, run.name) == (3, (1, 1, 0), "finished", "mine")
-    assert sorted((row.attempt, row.rank) for row in run.rows) == [(a, r) for a in range(3) for r in range(2)]
-    assert run.config["tracking_init"]["restart_count"] == 2
-    assert simulate(train, max_restarts=1).runs[0].exit_codes == (1, 1)
+    with recording() as runs:
+        for restart_count, fails in enumerate((pytest.raises(ValueError, match="lost"), contextlib.nullcontext())):
+            info = DistributedInfo(rank=0, world_size=2, restart_count=restart_count)
+            with override_distributed_info(info), fails:
+                train()
+    (run,) = runs
+    assert (run.attempts, run.exit_codes, run.status, run.name) == (2, (1, 0), "finished", "mine")
+    assert [(row.attempt, row.rank) for row in run.rows] == [(0, 0), (1, 0)]
+    assert run.config["tracking_init"]["restart_count"] == 1
 
 
 def test_nested_stacked_and_repeated_functions_have_their_own_runs():
@@ -305,12 +293,20 @@ def test_nested_stacked_and_repeated_functions_have_their_own_runs():
         return [*outer(), inner("again"), inner("once more")]
 
     for _ in range(2):  # the second is as the first
-        job = simulate(main, num_workers=1, nproc_per_node=2, threads=False)
+        job = simulate(main, num_workers=1, nproc_per_node=2)
         assert job.returned[0] == ["one", "own-rank-0", "simulated-3", "simulated-4"]
         assert job.returned[1] == [None, "own-rank-1", None, None]
         assert job.runs.of("mlflow").ids == ("simulated",)
         assert (job.runs["one"].logged("w"), job.runs["simulated"].logged("m")) == ((1,), (1,))
-    failed = simulate(outer, failing={0: ValueError()})
+
+    @tracking_init(tracker="mlflow", project="p")
+    @tracking_init(project="p", id="one")
+    def fails() -> None:
+        new()
+        if get_distributed_info().rank == 0:
+            raise ValueError
+
+    failed = simulate(fails)
     assert {run.id: run.exit_code for run in failed.runs if run.ranks == (0,)} == {
         "simulated": 1,
         "one": 1,
@@ -414,7 +410,7 @@ def test_a_shared_run_of_wandb_has_its_rules():
             run.config.pop("lr")
         run.config["seed"] = 2  # for the primary
 
-    job = simulate(train, num_workers=1, nproc_per_node=3, threads=False)
+    job = simulate(train, num_workers=1, nproc_per_node=3)
     assert [dict(row.values) for row in job.runs[0].rows] == [{f"rank_{r}/loss": 1, "global_step": 3} for r in range(3)]
     assert [type(result.error) for result in job.ranks] == [type(None), ConfigError, AttributeError]
     assert (job.runs[0].config["seed"], job.runs[0].config["lr"]) == (2, 1)
@@ -454,14 +450,12 @@ def test_async_functions_run_also_where_a_loop_runs():
         return get_distributed_info().rank
 
     async def main() -> None:
-        for threads in (True, False):
-            assert simulate(train, threads=threads).returned == tuple(range(8))
+        assert simulate(train).returned == tuple(range(8))
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("threads", [True, False])
-def test_what_a_function_opens_in_threads_of_its_own_is_recorded_too(threads):
+def test_what_a_function_opens_in_threads_of_its_own_is_recorded_too():
     def in_thread(call: Callable[[], object]) -> None:
         thread = threading.Thread(target=call)
         thread.start()
@@ -473,25 +467,18 @@ def test_what_a_function_opens_in_threads_of_its_own_is_recorded_too(threads):
         context = contextvars.copy_context()
         in_thread(lambda: context.run(lambda: get_run().log({"y": get_run().rank})))
 
-    job = simulate(train, num_workers=1, nproc_per_node=1, threads=threads)
+    job = simulate(train, num_workers=1, nproc_per_node=1)
     assert job.returned == (None,)
     assert [(run.id, run.attempts, run.rows[0].values) for run in job.runs] == [
         ("simulated-rank-0", 1, {"y": 0}),
-        ("recorded", 1, {"x": 1}),
+        ("simulated-2", 1, {"x": 1}),
     ]
 
 
 def test_what_is_propagated_reaches_the_ranks():
     with tracking_config(project="block", config={"seed": 1}):
-        for threads in (True, False):
-            (run,) = simulate(tracking_init(lambda: None), threads=threads).runs
-            assert (run.project, run.config["seed"]) == ("block", 1)
-
-
-@pytest.mark.parametrize("threads", [True, False])
-def test_an_exception_of_pytest_is_not_the_error_of_a_rank(threads):
-    with pytest.raises(pytest.fail.Exception, match="in the function"):
-        simulate(tracking_init(lambda: pytest.fail("in the function")), threads=threads)
+        (run,) = simulate(tracking_init(lambda: None)).runs
+        assert (run.project, run.config["seed"]) == ("block", 1)
 
 
 @pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.wide)])
@@ -533,9 +520,11 @@ TRACKED = tracked()
         (TRACKED, {"num_workers": 3, "nproc_per_node": [2, 2]}, "has 2 numbers for 3 workers: pass one for each"),
         (TRACKED, {"num_workers": 2, "distributed": False}, "num_workers=2 and distributed=False contradict"),
         (TRACKED, {"distributed": "no"}, "distributed must be True or False, got 'no'"),
-        (TRACKED, {"max_restarts": 1, "distributed": False}, "max_restarts=1 needs a distributed job"),
-        (TRACKED, {"max_restarts": -1}, "max_restarts must be an integer of at least 0, got -1"),
-        (TRACKED, {"failing": {8: OSError()}}, "failing has the rank 8, but the ranks are 0 to 7"),
+        (TRACKED, {"max_restarts": 1}, "has no argument 'max_restarts': test one attempt at a time"),
+        (TRACKED, {"failing": {0: OSError()}}, "has no argument 'failing': raise the error in the function"),
+        (TRACKED, {"threads": True}, "has no argument 'threads': the ranks are called one after another"),
+        (TRACKED, {"timeout_s": 1.0}, "has no argument 'timeout_s': the ranks do not wait for each other"),
+        (TRACKED, {"nodes": 1}, "has no argument 'nodes': leave it out"),
         (plain, {}, "plain called no tracked function on any rank: put @tracking_init on it"),
         (raising, {}, "raising called no tracked function on any rank: put @tracking_init on it"),
         (3, {}, r"simulate\(\) needs a function or a Flyte task, got 3"),
@@ -572,7 +561,7 @@ def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
         pytester.path.joinpath(name).write_text(code)
         monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # one of this suite's may have that name
     result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *LOADED)
-    result.assert_outcomes(passed=4 + 2, failed=2)
+    result.assert_outcomes(passed=3 + 2, failed=2)
     result.stdout.fnmatch_lines(["*assert 3 == 4*", "*ConfigError: run_mode='shared'*"])
     result.stdout.fnmatch_lines(
         ["FAILED test_tasks.py::test_that_fails -*", "FAILED test_tasks.py::test_that_fails_for_a_rank*"]

@@ -17,7 +17,7 @@ from support.backends import EXAMPLES
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.call import Doubles, override
+from flyteplugins_tracking._runs.call import World, override
 from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking._runs.run import end_open_runs
 from flyteplugins_tracking.trackers import registry
@@ -269,7 +269,9 @@ def test_a_task_opens_the_callers_run_again_once_this_process_has_closed_it(bare
 
     second = threading.Thread(target=train, args=("second",))
     closing_time = threading.Thread(target=lambda: start_second_while_the_first_closes(tracker.handle))
-    with override(Doubles(lambda own: own, lambda _: context)):
+    world = World()
+    world.context = lambda _: context
+    with override(world):
         train("first")
         for thread in (closing_time, second):
             thread.join(60)
@@ -344,8 +346,9 @@ class Platform(ProcessContext):
 def platform(bare_environment):
     """What the platform of the functions that a test calls has noted."""
     Platform.noted.clear()
-    doubles = Doubles(lambda own: own, lambda _: Platform())
-    with override(doubles):
+    world = World()
+    world.context = lambda _: Platform()
+    with override(world):
         yield Platform.noted
 
 

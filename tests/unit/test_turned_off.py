@@ -28,7 +28,7 @@ DECORATED = """
 import sys
 from flyteplugins_tracking import get_run, tracking_init, tracking_run
 
-@tracking_init(tracker=sys.argv[1], project="p", hang_timeout_s=60, {role})
+@tracking_init(tracker=sys.argv[1], project="p", hang_timeout_s=60, {argument})
 def train():
     {seen}
 
@@ -62,10 +62,12 @@ def test_no_rank_has_a_run(turned_off, run_mode):
     assert list(tracker.runs) == []
 
 
-@pytest.mark.parametrize("role", ["role='eval'", "roles=['eval']", "id='exp-1'"])
-@pytest.mark.parametrize("tracker", TRACKERS)
-def test_no_client_is_imported_and_nothing_is_written(tmp_path, tracker, role):
-    code = DECORATED.format(seen=SEEN, role=role)
+@pytest.mark.parametrize(
+    ("tracker", "argument"),
+    [*((tracker, "id='exp-1'") for tracker in TRACKERS), ("wandb", "role='eval'"), ("wandb", "roles=['eval']")],
+)
+def test_no_client_is_imported_and_nothing_is_written(tmp_path, tracker, argument):
+    code = DECORATED.format(seen=SEEN, argument=argument)
     assert seen_by(tmp_path, "-c", code, tracker) == "None []\n"
     assert os.listdir(tmp_path) == []
 

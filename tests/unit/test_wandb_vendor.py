@@ -301,20 +301,6 @@ def interrupted() -> bool:
     raise KeyboardInterrupt
 
 
-def test_an_opening_without_a_limit_of_its_own_is_ended(monkeypatch):
-    stopped = threading.Event()
-    monkeypatch.setattr(vendor, "restart_service", lambda *_: stopped.set())
-
-    def init() -> None:
-        assert stopped.wait(60)
-        raise RuntimeError("the connection is gone")
-
-    with pytest.raises(TimeoutError, match="has not answered within"), vendor.opening_within(0.01):
-        init()
-    with pytest.raises(RuntimeError, match="refused"), vendor.opening_within(60):
-        raise RuntimeError("refused")
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -125,27 +123,3 @@ def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
     request = SimpleNamespace(info=info, plan=plan, planned_run_id="run", restart_count=0)
     WriterBarrier.entered(request, "Pluto", "rank-1", []).leave()
     assert "the store that the ranks share does not answer (timed out)" in caplog.text
-
-
-def test_a_writer_whose_end_goes_on_is_waited_for_by_the_primary_and_by_the_rank_that_hosts_the_store(
-    store, monkeypatch
-):
-    """For 20 times as long as one that says nothing."""
-    monkeypatch.setattr(barrier, "_TELL_S", 0.02)
-    other, primary = barriers(store)
-    primary.enter_as_primary()
-    other.enter()
-    told = threading.Event()
-
-    def uploads() -> None:
-        for _ in range(60):
-            other.tell_moving()
-            time.sleep(0.05)
-        told.set()
-        other.leave()
-
-    uploading = threading.Thread(target=uploads)
-    uploading.start()
-    assert missing(primary, 1.0) == []
-    assert told.is_set()
-    uploading.join()

@@ -37,7 +37,6 @@ class MlflowTracker(Tracker):
     title = "MLflow"
     package = "mlflow"
     distribution = '"flyteplugins-tracking[mlflow]"'
-    takes_roles = True
     run_id_variables = ("MLFLOW_RUN_ID",)
     arguments = frozenset({*_TEXTS, "experiment_id", "log_system_metrics"})
     unsupported = {  # noqa: RUF012 as the protocol has it

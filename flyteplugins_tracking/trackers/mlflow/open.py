@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,33 +15,27 @@ from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import (
-    check_roles,
     ended_if_interrupted,
-    missing_run_error,
-    prefix_of,
     run_config,
     status_of,
 )
-from flyteplugins_tracking.trackers.config import OWN, ROLES
+from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 
 logger = logging.getLogger(__name__)
 
 # Tags with which runs are not found.
-PARENT_TAG = "flyteplugins_tracking.parent_of"
 CONFIG_TAG = "flyteplugins_tracking.config"
 ATTEMPTS_TAG = "flyteplugins_tracking.attempts"
-_ROLES_TAG = f"{OWN}.{ROLES}"
 # What the tags begin with that have values of params which an earlier attempt has set otherwise.
 PARAMS_TAG = f"{OWN}.params."
 RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
 # https://mlflow.org/docs/latest/ml/tracking/#system_tags
-_PARENT_ID_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
+_NOTE_TAG = "mlflow.note.content"
 # The limit of servers before 2.10.
 LONGEST_TAG = 5000
 LONGEST_PARAM = 6000
-_ENDED_BADLY = ("FAILED", "KILLED")
 
 
 @dataclass(frozen=True)
@@ -51,12 +45,10 @@ class Opened:
     Attributes:
         run: MLflow's own object of it.
         is_resumed: Whether it existed before this attempt of the job.
-        parent_id: The server's id of the run that stands for its group; None without a group.
     """
 
     run: Any
     is_resumed: bool
-    parent_id: str | None = None
 
 
 def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
@@ -77,26 +69,19 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
 
 
 def _open_in(request: RunRequest, service: Service, run_id: str, experiment_id: str, run: Any) -> Opened:
-    parent = _parent(request, service, experiment_id)
-    parent_id = None if parent is None else parent.info.run_id
     if not request.plan.ends_run:
-        run = run or _awaited(request, service, experiment_id, ID_TAG, run_id)
-        check_roles(request, "MLflow", _roles_of(run), {})
-        has_attempts = ATTEMPTS_TAG in run.data.tags
-        if request.plan.role is not None:  # of its own
-            has_attempts = vendor.last_step(run, prefix_of(request)) >= 0
-        return Opened(run, has_attempts, parent_id)
-    tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id
+        run = run or _awaited(request, service, experiment_id, run_id)
+        return Opened(run, ATTEMPTS_TAG in run.data.tags)
+    tags, name = _tags(request, run_id), request.config.name or request.plan.run_id
     if run is None:
-        run, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
+        run, is_new = _find_or_create(service, experiment_id, run_id, name, tags)
         if is_new:
-            return Opened(run, False, parent_id)
-    check_roles(request, "MLflow", _roles_of(run), {})
+            return Opened(run, False)
     attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
     tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
     service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
     service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
-    return Opened(run, True, parent_id)
+    return Opened(run, True)
 
 
 def _end_interrupted(
@@ -108,7 +93,7 @@ def _end_interrupted(
     ending = Service(service.uri, time.monotonic() + limit_s, is_known=True)
 
     def find() -> Any:
-        return _find(ending, experiment_id, ID_TAG, run_id)
+        return _find(ending, experiment_id, run_id)
 
     run = ending.until(find) if service.creates else find()
     if run is not None:
@@ -116,7 +101,7 @@ def _end_interrupted(
 
 
 def end_run(request: RunRequest, uri: str, opened: Opened, exit_code: int, limit_s: float) -> None:
-    """Send a run's status to the server, if this rank does. If it is the last run of its group, send the group's too.
+    """Send a run's status to the server, if this rank does.
 
     Raises:
         UnavailableError: The server does not answer in time.
@@ -126,20 +111,11 @@ def end_run(request: RunRequest, uri: str, opened: Opened, exit_code: int, limit
         return
     service = Service(uri, time.monotonic() + limit_s, is_known=True)
     service.set_status(opened.run.info.run_id, status_of(exit_code).upper())
-    if opened.parent_id is not None:
-        _end_parent(service, opened.parent_id, opened.run.info.experiment_id)
 
 
-def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def params(config: Mapping[str, Any]) -> dict[str, str]:
     """Return a config as MLflow's params: strings by flat keys."""
-    return {key: str(value)[:LONGEST_PARAM] for key, value in flat(config, prefix).items()}
-
-
-def params_of(request: RunRequest) -> dict[str, str]:
-    """Return the params of this attempt."""
-    config = request.config.config
-    prefix = "" if request.plan.role is None else f"{request.plan.role}/"
-    return params(config, prefix) if isinstance(config, Mapping) else {}
+    return {key: str(value)[:LONGEST_PARAM] for key, value in flat(config).items()}
 
 
 def _chosen(request: RunRequest, service: Service) -> Any:
@@ -187,82 +163,36 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
     return str(experiment.experiment_id)
 
 
-def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
-    """Return the run that stands for the group in "new". The group's first rank creates it."""
-    group = request.group
-    if request.config.run_mode != "new" or group is None:
-        return None
-    if group == os.environ.get(RUN_ID_VARIABLE):
-        parent = service.persist(lambda client: client.get_run(group))
-    elif (
-        request.info is None
-        or (request.info.local_rank if request.config.rank_scope == "worker" else request.info.rank) == 0
-    ):
-        parent, _ = _find_or_create(service, experiment_id, (PARENT_TAG, group), group, {PARENT_TAG: group})
-    else:
-        parent = _awaited(request, service, experiment_id, PARENT_TAG, group)
-    if parent.info.status != "RUNNING":
-        service.persist(lambda client: client.update_run(parent.info.run_id, "RUNNING"))
-    return parent
-
-
-def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
-    """Send the group's status, the worst of its runs, if all of them have ended.
-
-    Two runs that end at the same time may both send it, and send the same.
-    """
-    children = f"tags.`{_PARENT_ID_TAG}` = '{parent_id}' and attributes.status = "
-
-    def has(status: str) -> bool:
-        return service.persist(_newest(experiment_id, f"{children}'{status}'")) is not None
-
-    if not has("RUNNING"):
-        worst = (status for status in _ENDED_BADLY if has(status))
-        service.set_status(parent_id, next(worst, "FINISHED"))
-
-
-def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str, value: str) -> Any:
-    run = service.until(lambda: _find(service, experiment_id, tag, value))
-    if run is None and request.plan.role is not None:
-        raise missing_run_error(request, "MLflow", f"{service.host}, experiment {experiment_id}")
+def _awaited(request: RunRequest, service: Service, experiment_id: str, run_id: str) -> Any:
+    run = service.until(lambda: _find(service, experiment_id, run_id))
     if run is None:
         raise TrackerUnavailableError(
-            f"MLflow: experiment {experiment_id} has no run with the tag {tag}={value} after init_timeout_s="
+            f"MLflow: experiment {experiment_id} has no run with the tag {ID_TAG}={run_id} after init_timeout_s="
             f"{request.config.init_timeout_s:g}: the rank that creates it has not done so."
         )
     return run
 
 
-def _roles_of(run: Any) -> Any:
-    text = run.data.tags.get(_ROLES_TAG)
-    return None if text is None else list(filter(None, text.split(",")))
-
-
 def _find_or_create(
-    service: Service, experiment_id: str, tag: tuple[str, str], name: str | None, tags: Mapping[str, str]
+    service: Service, experiment_id: str, run_id: str, name: str | None, tags: Mapping[str, str]
 ) -> tuple[Any, bool]:
     """Return the run, and whether it is new."""
 
     def once() -> tuple[Any, bool]:
-        run = _find(service, experiment_id, *tag)
+        run = _find(service, experiment_id, run_id)
         return (run, False) if run is not None else (_create(service, experiment_id, name, tags), True)
 
     return service.until(once)
 
 
-def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:
-    return service.ask(_newest(experiment_id, f"tags.`{tag}` = '{value}'"))
-
-
-def _newest(experiment_id: str, condition: str) -> Callable[[Any], Any]:
-    """Return what asks a client for a run; None if there is none.
+def _find(service: Service, experiment_id: str, run_id: str) -> Any:
+    """Return the run with this id of the library; None if there is none.
 
     A request to create it that arrives late makes a second run. This job's is the one that was asked for last.
     """
-    order = ["attributes.start_time DESC"]
-    return lambda client: next(
-        iter(client.search_runs([experiment_id], condition, max_results=1, order_by=order)), None
-    )
+    condition, order = f"tags.`{ID_TAG}` = '{run_id}'", ["attributes.start_time DESC"]
+    runs = service.ask(lambda client: client.search_runs([experiment_id], condition, max_results=1, order_by=order))
+    return next(iter(runs), None)
 
 
 def _create(service: Service, experiment_id: str, name: str | None, tags: Mapping[str, str]) -> Any:
@@ -274,7 +204,7 @@ def _create(service: Service, experiment_id: str, name: str | None, tags: Mappin
     return service.ask(lambda client: client.create_run(experiment_id, tags=known, run_name=name))
 
 
-def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, str]:
+def _tags(request: RunRequest, run_id: str) -> dict[str, str]:
     config = request.config
     tags = dict(tag.partition("=")[::2] for tag in config.tags or ())
     # The whole config as JSON. If that is too long for a tag, without the user's config, which is in the params.
@@ -285,8 +215,6 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
         ID_TAG: run_id,
         GROUP_TAG: request.group,
         CONFIG_TAG: text,
-        _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,
-        _ROLES_TAG: None if config.roles is None else ",".join(config.roles)[:LONGEST_TAG],
     }
     return {**tags, **{key: value for key, value in own_tags.items() if value is not None}}

@@ -29,7 +29,7 @@ from flyteplugins_tracking.trackers.mlflow.open import (
     PARAMS_TAG,
     Opened,
     end_run,
-    params_of,
+    params,
 )
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -82,7 +82,7 @@ class MlflowHandle(OutboxHandle):
         try:
             activate(self.run, uri, opened.run.info.experiment_id, self.undo)
             if request.plan.primary:
-                self.set_params(params_of(request))
+                self.set_params(params(request.config.config or {}))
             self._monitor = self._start_monitor(request.config.options.get("log_system_metrics"))
         except BaseException:
             self.undo.close()
@@ -97,7 +97,7 @@ class MlflowHandle(OutboxHandle):
         return self.opened.is_resumed or is_retry
 
     def stored_step(self) -> int:
-        return vendor.last_step(self.opened.run, prefix_of(self.request)) if self.is_resumed else -1
+        return vendor.last_step(self.opened.run) if self.is_resumed else -1
 
     def exit_code_after(self, time_s: float) -> int | None:
         run = self.opened.run
@@ -130,9 +130,6 @@ class MlflowHandle(OutboxHandle):
         at = self.steps.take(step)
         if row:
             self.put_row(row, at)
-
-    def tell_role(self, values: Mapping[str, Any]) -> None:
-        self.set_values("set_tags", values)
 
     def set_values(self, method: str, values: Mapping[str, Any]) -> None:
         """Send params or tags in the background, in order with the rows."""
@@ -182,7 +179,7 @@ class MlflowHandle(OutboxHandle):
         if given.get("run_id") == info.run_id:
             given = {**given, "run_id": self.id}
         for name, own, tag in (("run_name", config.name, _NAME_TAG), ("description", config.notes, _NOTE_TAG)):
-            if own is not None or not plan.ends_run:
+            if own is not None:
                 placed[name] = own
             elif given.get(name):
                 tags[tag] = given[name]
@@ -198,13 +195,13 @@ class MlflowHandle(OutboxHandle):
         """Start the monitor of this node, if `is_on` and this rank runs it. Returns None if not."""
         from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 
-        info, plan = self.request.info, self.request.plan
+        info = self.request.info
         if is_on is None:
             is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
         if not is_on or not self.request.measures_node:
             return None
         worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
-        return vendor.start_monitor(self.run.run_id, plan.role or worker, is_resumed=self.is_resumed)
+        return vendor.start_monitor(self.run.run_id, worker, is_resumed=self.is_resumed)
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
@@ -282,9 +279,6 @@ class MlflowSink:
                 self._change_tags(event_values(line))
             elif line.get("call") in _SETTERS:
                 self._set(_SETTERS[line["call"]], _values_of(line))
-            elif "call" in line:
-                text = "MLflow: run %s: the kept call of %s() is lost: a run of MLflow's does not have it"
-                _warn_once((self._planned_id, line["call"]), text, self._planned_id, line["call"])
 
     def _points_of(self, line: Line) -> list[Any]:
         from mlflow.entities import Metric
@@ -405,22 +399,17 @@ class Logging(Run):
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
         """Log params in the background. A param of an earlier attempt keeps its value, with a warning."""
-        self._handle.set_params(self._own(params))
+        self._handle.set_params(params)
 
     def log_param(self, key: str, value: Any, **_: Any) -> None:
         self.log_params({key: value})
 
     def set_tags(self, tags: Mapping[str, Any], **_: Any) -> None:
         """Set tags in the background."""
-        self._handle.set_values("set_tags", self._own(tags))
+        self._handle.set_values("set_tags", tags)
 
     def set_tag(self, key: str, value: Any, **_: Any) -> None:
         self.set_tags({key: value})
-
-    def _own(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put what a role sets below its name: the owner may have the same keys."""
-        role = self._handle.request.plan.role
-        return values if role is None else {f"{role}/{key}": value for key, value in values.items()}
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         """End nothing, as `finish`."""

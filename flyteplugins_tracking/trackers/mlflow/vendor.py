@@ -234,11 +234,11 @@ def run_tags(tags: Mapping[str, str]) -> list[Any]:
     return [RunTag(*tag) for tag in tags.items()]
 
 
-def last_step(run: Any, prefix: str = "") -> int:
-    """Return the run's last step in metrics with a prefix; -1 if it has none."""
+def last_step(run: Any) -> int:
+    """Return the run's last step; -1 if it has none."""
     with PARTS.optional("the steps of a resumed run begin at 0"):
         metrics = run.data._metric_objs
-        return max((metric.step for metric in metrics if metric.key.startswith(prefix)), default=-1)
+        return max((metric.step for metric in metrics), default=-1)
     return -1
 
 

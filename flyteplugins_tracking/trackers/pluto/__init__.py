@@ -36,7 +36,6 @@ class PlutoTracker(Tracker):
     title = "Pluto"
     package = "pluto"
     distribution = '"flyteplugins-tracking[pluto]"'
-    takes_roles = True
     run_id_variables = ("PLUTO_RUN_ID", "MLOP_RUN_ID")
     arguments = INIT_ARGUMENTS | {_ORGANIZATION}
     unsupported = {  # noqa: RUF012 as the protocol has it

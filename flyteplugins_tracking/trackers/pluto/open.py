@@ -21,7 +21,6 @@ from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, may_pass, until
 from flyteplugins_tracking.trackers.pluto import stored_key, vendor
 from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, Service
@@ -80,8 +79,6 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
     _warn_about_ignored_name(op, request)
     if request.plan.primary:
         client.warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(client.run_config(request)))
-    if request.plan.role is not None:
-        queue.post_config(client.run_config(request))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
         queue.post("notes/update", {"notes": request.config.notes[:1000]})
     return op, queue
@@ -148,13 +145,11 @@ def _stored_key() -> str | None:
 
 
 def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
-    """Wait until the service answers. Other ranks than the primary, and roles, wait until that one has made the run.
+    """Wait until the service answers. Other ranks than the primary wait until that one has made the run.
 
     The rank that comes first would give the run its name. What the run's config is goes to the queue.
 
     Raises:
-        ConfigError: This job must not write to the run.
-        TrackerUnavailableError: A role has not found its run.
         UnavailableError: The service does not answer, or refuses the key.
     """
     service = Service(settings, request.deadline)
@@ -171,18 +166,14 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         _check_status(status, limit)
         if status == 404 and not request.plan.ends_run:
-            if request.plan.role is not None:
-                return False
             raise UnavailableError(f"the primary rank has not created the run, {limit}")
         if status < 300:
             found = service.config_of(_number_in(answer, limit))
             if found is not None:
-                client.check_roles(request, "Pluto", own_values(found).get(ROLES), found)
                 queue.found = found
         return True
 
-    if not until(request.deadline, is_there):
-        raise client.missing_run_error(request, "Pluto", settings.url_api)
+    until(request.deadline, is_there)
 
 
 def _number_in(answer: Any, limit: str) -> int:

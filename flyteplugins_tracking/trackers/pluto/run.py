@@ -13,8 +13,7 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Status, join_calls, prefix_of, run_config, status_of
-from flyteplugins_tracking.trackers.config import OWNER
+from flyteplugins_tracking.trackers.client import Status, join_calls, prefix_of, status_of
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 _ENDS: Mapping[Status, str] = {"finished": "COMPLETED", "failed": "FAILED", "killed": "TERMINATED"}
 # Larger integers are not JSON numbers to the service. It skips longer strings.
 _LARGEST_INT, _LONGEST_STRING = 2**63, 200
-# The owner's exit code in the config of a run with roles, after its end.
-_OWNERS_CODE = f"roles/{OWNER}/exit_code"
 # The longest time for the end of the client's threads, in seconds: they may wait for the service.
 _CLOSE_S = 3.0
 
@@ -85,14 +82,8 @@ class PlutoHandle(OutboxHandle):
             remove_directory(directory)
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
-        if not isinstance(self._sink, PlutoSink):
-            return
-        of_owner = self._queue.found.get(_OWNERS_CODE) if self.request.plan.role is not None else None
-        if isinstance(of_owner, int):  # a role that has attached after the owner's end has made the run active again
-            self._sink.post_end(_ENDS[status_of(of_owner)], {}, timeout_s)
-        elif self.ends_run:
-            config = {} if self.request.config.roles is None else {_OWNERS_CODE: exit_code}
-            self._sink.post_end(_ENDS[status_of(exit_code)], config, timeout_s)
+        if isinstance(self._sink, PlutoSink) and self.ends_run:
+            self._sink.post_end(_ENDS[status_of(exit_code)], timeout_s)
 
     def resume(self) -> None:
         super().resume()  # the client stays closed: only media need it
@@ -110,10 +101,6 @@ class PlutoHandle(OutboxHandle):
         if not request.plan.ends_run:
             for name in ("update_config", "add_tags", "remove_tags"):
                 setattr(self.run, name, functools.partial(self._leave_to_primary, name))
-        if request.plan.role is not None:
-            self.run.update_config = functools.partial(self._update_section, run_config(request))
-        if request.config.roles is not None:
-            self._queue.post_config({_OWNERS_CODE: None})
         pluto.log = self.run.log
         self._queue.connect(self._outbox.put)
 
@@ -149,21 +136,16 @@ class PlutoHandle(OutboxHandle):
         new = self.describe("pluto.init", given, {"project": run.settings.project, "name": name, "run_id": self.id})
         if new:
             run.update_config(new)
-        if given.get("tags") and self.request.plan.primary and self.request.plan.ends_run:
+        if given.get("tags") and self.request.plan.primary:
             run.add_tags(given["tags"])
         return run
 
     def _leave_to_primary(self, name: str, *_: Any, **__: Any) -> None:
-        if self.request.info is not None and self.request.plan.role is None:
+        if self.request.info is not None:
             raise ConfigError(
                 f"{name}() can be called on the run's primary rank only: the service keeps one rank's call"
             )
         self._values.warn_once(f"{name}()", "the run is another job's: this call is not sent")
-
-    def _update_section(self, known: dict[str, Any], config: Mapping[str, Any]) -> None:
-        """Change a role's section of the config, which the service replaces as a whole."""
-        known[str(self.request.plan.role)].update(config)
-        self._queue.post_config(known)
 
 
 class _Open(PerProcess):

@@ -15,7 +15,6 @@ from flyteplugins_tracking._util.files import own_file_in
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.journal import Line, event_values
-from flyteplugins_tracking.trackers.kept import repeat_call
 from flyteplugins_tracking.trackers.outbox import THREAD, AwayError, RejectedError
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.vendor import ENTRIES, FILE, POST, POSTS
@@ -115,8 +114,6 @@ class PlutoSink:
                 path, body = line["args"]
                 if path in POSTS:
                     self._post(path, body)
-            elif line.get("call", FILE) not in (ENTRIES, FILE):
-                repeat_call(self._op, self._run_id, line)
         rejected = self._ingest(entries)
         for line in lines:
             if line.get("call") == FILE:
@@ -128,15 +125,13 @@ class PlutoSink:
         """Whether a file is being uploaded, and the service answers meanwhile."""
         return self._is_uploading and self._service.config_of(self._op.id) is not None
 
-    def post_end(self, status: str, config: Mapping[str, Any], timeout_s: float) -> None:
-        """Change these keys of the run's config, and send the run's end.
+    def post_end(self, status: str, timeout_s: float) -> None:
+        """Send the run's end.
 
         Raises:
             AwayError: The service has not taken it in time.
         """
         self._service.deadline = time.monotonic() + timeout_s
-        if config:
-            self._post("config/update", {"config": json.dumps(config)})
         self._post("status/update", {"status": status, "statusMetadata": None})
 
     def _entries(self, lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:

@@ -263,11 +263,7 @@ class Queue:
         self._put_entries("logs", entries)
 
     def enqueue_config(self, config: Mapping[str, Any], timestamp_ms: int) -> None:  # noqa: ARG002 as the client calls it
-        self.post_config(config)
-
-    def post_config(self, values: Mapping[str, Any]) -> None:
-        """Change these keys of the run's config."""
-        self.post("config/update", {"config": json.dumps(finite(values))})
+        self.post("config/update", {"config": json.dumps(finite(config))})
 
     def enqueue_tags(self, tags: Sequence[str], timestamp_ms: int) -> None:  # noqa: ARG002 as the client calls it
         self.post("tags/update", {"tags": list(tags)})

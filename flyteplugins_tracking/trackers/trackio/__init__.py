@@ -48,7 +48,6 @@ class TrackioTracker(Tracker):
     title = "Trackio"
     package = "trackio"
     distribution = '"flyteplugins-tracking[trackio]"'
-    takes_roles = True
     arguments = INIT_ARGUMENTS
     unsupported: Mapping[Feature, str] = MappingProxyType(
         {

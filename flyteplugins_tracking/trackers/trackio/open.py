@@ -15,16 +15,13 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import (
     LOCAL_FILES,
-    check_roles,
     ended_if_interrupted,
-    missing_run_error,
     new_id,
-    prefix_of,
     run_config,
     status_of,
     warn_of_changes,
 )
-from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
+from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.outbox import until
 from flyteplugins_tracking.trackers.trackio import (
     EXIT_CODE,
@@ -87,13 +84,12 @@ def _end_interrupted(request: RunRequest, store: Store, run: Any, exit_code: int
 
 def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:
     config, options, is_primary = request.config, request.config.options, request.plan.primary
-    describes = request.plan.ends_run
     known = {} if stored is None else stored.config
     given = run_config(request)
     if is_primary:
         warn_of_changes("Trackio", request.plan.run_id, known, given)
     # Trackio has no other place for these.
-    own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes} if describes else {}
+    own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes} if is_primary else {}
     own = {**own_values(known), **own_values(given), **{key: value for key, value in own.items() if value is not None}}
     given.update({OWN: own} if own else {})
     cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
@@ -126,15 +122,11 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
             stored = store.find(run_id)
         except Exception as error:
             raise cannot_write(store.place, error) from error
-        is_awaited = not request.plan.ends_run and (store.shows_config or request.plan.role is not None)
+        is_awaited = not request.plan.ends_run and store.shows_config
         return [stored] if stored is not None or not is_awaited else []
 
     if found := until(request.deadline, find):
-        if found[0] is not None:
-            check_roles(request, "Trackio", own_values(found[0].config).get(ROLES), found[0].config)
         return found[0]
-    if request.plan.role is not None:
-        raise missing_run_error(request, "Trackio", store.place)
     raise TrackerUnavailableError(
         f"Trackio: run {run_id} was not found in {store.place} within init_timeout_s="
         f"{request.config.init_timeout_s:g}: its primary rank has not opened it there. With several nodes, set "
@@ -150,7 +142,7 @@ def _local_store(project: str, request: RunRequest) -> Store:
         logger.warning("Trackio: project %r is kept as %r, together with other projects of this name", project, kept_as)
     try:
         os.makedirs(directory, exist_ok=True)
-        return Database(vendor.database(project), prefix_of(request))
+        return Database(vendor.database(project))
     except Exception as error:
         raise cannot_write(directory, error) from error
 

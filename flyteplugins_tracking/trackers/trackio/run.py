@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shlex
 import threading
@@ -16,7 +15,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import prefix_of, status_of
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.journal import Line, event_values
-from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
+from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, default_directory, page_address, vendor
@@ -46,9 +45,6 @@ class TrackioHandle(OutboxHandle):
         super().__init__(request, tracker, self._rows, values, steps)
         run.resumed = self._is_retry
         run.tracking, self.run = self, run
-        self._section = dict(run.config[request.plan.role]) if request.plan.role is not None else {}
-        run.config.update({key: value for key, value in self._section.items() if key != request.plan.role})  # for reads
-        self._found = dict(run.config)
         try:
             self._put_status("running", None, request.deadline - time.monotonic())
         except Exception as error:
@@ -89,27 +85,12 @@ class TrackioHandle(OutboxHandle):
 
     def join(self, given: Mapping[str, Any]) -> None:
         """Add the config of a `trackio.init` of the function."""
-        role, config = self.request.plan.role, self.run.config
-        new = self.describe("trackio.init", given, {"project": self.run.project, "name": self.run.name})
-        (config if role is None else config.setdefault(role, {})).update(new)
-
-    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        if self.request.plan.role is None:
-            super().record_event(name, values, text)
-        else:  # the config is sent with the owner's status
-            self.tell_role({**values, f"{name}/text": text})
-
-    def forget_event(self, name: str, keys: Sequence[str]) -> None:
-        if self.request.plan.role is None:  # of a role, they are rows
-            super().forget_event(name, keys)
+        self.run.config.update(
+            self.describe("trackio.init", given, {"project": self.run.project, "name": self.run.name})
+        )
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
-        until = time.monotonic() + self.request.config.finish_timeout_s
-        changed = {key: value for key, value in self.run.config.items() if self._found.get(key) != value}
-        if self.request.plan.role is not None and changed:
-            self._section.update(changed)
-            threads.call_within(self.request.config.finish_timeout_s, self._put_section, until - time.monotonic())
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
         ending.start()
         self.close_outbox(exit_code, limit)
@@ -139,27 +120,15 @@ class TrackioHandle(OutboxHandle):
         place = f"TRACKIO_DIR={shlex.quote(default_directory())} " if is_chosen else ""
         return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
-    def _put_section(self, timeout_s: float) -> None:
-        """Put the config of this role into that of the run."""
-        role, store = self.request.plan.role, self._store
-        if isinstance(store, Database):
-            store.put_config(self.id, self.run.name, {str(role): self._section}, timeout_s, merges=True)
-        else:  # elsewhere, a config replaces that of other writers
-            self.tell_role({f"roles/{role}/config": json.dumps(self._section)})
-
     def _put_status(self, status: str, exit_code: int | None, timeout_s: float) -> None:
-        plan, config, store = self.request.plan, self.run.config, self._store
-        if plan.role is not None and exit_code is None:
-            self._put_section(timeout_s)
-        if not plan.ends_run:
+        config, store = self.run.config, self._store
+        if not self.request.plan.ends_run:
             return
         own = {key: value for key, value in own_values(config).items() if key != EXIT_CODE}
         config[OWN] = {**own, STATUS: status, **({} if exit_code is None else {EXIT_CODE: exit_code})}
         if isinstance(store, Database):
-            has_roles = self.request.config.roles is not None
-            store.put_config(self.id, self.run.name, config, timeout_s, merges=has_roles)
-            return
-        if exit_code is not None:  # when the run opens, its config goes with the first row
+            store.put_config(self.id, self.run.name, config, timeout_s)
+        elif exit_code is not None:  # when the run opens, its config goes with the first row
             self._rows.send_config()
 
 
@@ -183,8 +152,6 @@ class TrackioSink:
                 self._run.config.update(values)  # which is sent with the status
                 for key in [key for key, value in values.items() if value is None]:
                     del self._run.config[key]
-            elif "call" in line:
-                repeat_call(self._run, self._run.id, line)
 
     def send_config(self) -> None:
         """Send the run's config, with a row that it has."""

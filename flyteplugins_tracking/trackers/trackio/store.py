@@ -59,21 +59,15 @@ class Database(Store):
 
     shows_config = True
 
-    def __init__(self, path: Path, prefix: str = "") -> None:
-        """`prefix` is that of the keys in the rows whose last step is asked for."""
-        self._path, self._prefix = path, prefix
-        self.place = str(path)
+    def __init__(self, path: Path) -> None:
+        self._path, self.place = path, str(path)
 
     def find(self, run_id: str) -> Stored | None:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
-            query, values = "SELECT MAX(step) FROM metrics WHERE run_id = ?", [run_id]
-            if self._prefix:  # this reads all rows of the run
-                query += " AND instr(CAST(metrics AS TEXT), ?)"
-                values.append(f'"{self._prefix}')
-            (last_step,) = connection.execute(query, values).fetchone()
+            (last_step,) = connection.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
             (last,) = connection.execute("SELECT MAX(timestamp) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
             return Stored(row[0], json.loads(row[1]), last_step, time_of(last))
 

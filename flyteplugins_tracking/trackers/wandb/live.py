@@ -239,7 +239,7 @@ class LiveRun:
         left, run, later = self._left(directories), self._run, self._later
         exit_code = attempt_at(directories[-1]).exit_code if later is None else later.exit_code
         exit_code = 1 if exit_code is None else exit_code
-        files = Files(left)
+        files = Files(self.place, left)
         vendor.forward_summary(run, self._summary.values())
         if self._column is None:
             files.ask(vendor.stored_run(self.place))

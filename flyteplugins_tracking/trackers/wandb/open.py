@@ -208,8 +208,8 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
-        known, limit_s = found or _earlier(request, place), viewer_s + settings.init_timeout + _INIT_GRACE_S
-        with _failing_completely(request, directory, place.run_id), vendor.opening_within(limit_s):
+        known = found or _earlier(request, place)
+        with _failing_completely(request, directory, place.run_id):
             run = vendor.init(**arguments)
         outbox.open_outbox(request, run, found=found)
         if known is not None:

@@ -38,10 +38,10 @@ from typing import Any
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
-from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, status_of
-from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values
+from flyteplugins_tracking.trackers.client import status_of
+from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values, roles_error
 from flyteplugins_tracking.trackers.outbox import how_to_send, pauses
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
@@ -94,23 +94,74 @@ def look_up(request: RunRequest, place: Place) -> Stored | None:
         left_s = request.deadline - time.monotonic()
         # The rest of the time is for the opening, and for another look if an answer is lost.
         part_s = max(_ASK_S, left_s / 2) if has_others else max(_SHORT_ASK_S, left_s / 3)
-        found, missing = None, missing_run_error(request, "W&B", place.server)
+        found, missing = None, missing_run_error(request, place.server)
         try:
             found = reader.stored(max(_POLL_S, min(part_s, left_s)))
         except TrackerUnavailableError as error:
             if not error.is_outage and role is None:  # the opening says so
                 return None
             if not error.is_outage:
-                raise missing_run_error(request, "W&B", place.server, str(error)) from error
+                raise missing_run_error(request, place.server, str(error)) from error
             missing = error
         if found is not None:
-            check_roles(request, "W&B", own_values(found.config).get(ROLES), found.config)
+            check_roles(request, own_values(found.config).get(ROLES), found.config)
         left_s = request.deadline - time.monotonic()
         if found is not None or role is None:
             return found
         if left_s < _POLL_S:
             raise missing
         time.sleep(min(next(waits), left_s - _POLL_S / 2))
+
+
+def check_roles(request: RunRequest, known: Any, found: Mapping[str, Any]) -> None:
+    """Refuse to open a run that exists, if this job must not write to it.
+
+    Args:
+        request: The decorator's request for the run.
+        known: The roles that the run's owner has named; None for a run without roles.
+        found: The run's config, in which a role has its section.
+
+    Raises:
+        ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none, or one
+            with the name of a key of the owner's config.
+    """
+    config, role, run = request.config, request.plan.role, f"W&B: run {request.plan.run_id}"
+    if known is None and role is not None:
+        text = f"it has one writer, its own job. Pass roles=[{role!r}] in that job, and another id in both"
+        raise ConfigError(f"{run} cannot be joined by role={role!r}: {text}")
+    if known is None and config.roles is not None:
+        text = "it exists, and has one writer: pass another id, or leave out roles="
+        raise ConfigError(f"{run} cannot have roles={list(config.roles)}: {text}")
+    names = [str(name) for name in known] if isinstance(known, (list, tuple)) else []
+    is_joined = request.info is None and not request.plan.primary  # by a task that a task with roles has called
+    if known is not None and not config.has_roles and not is_joined:
+        raise roles_error(run, ", ".join(names) or "none named")
+    if role is not None and not isinstance(found.get(role, {}), Mapping):
+        raise ConfigError(f"{run} cannot be joined by role={role!r}: its config has this key. Use another name")
+    if role is not None and role not in names:
+        text = "%s: role %r is not one of its owner's roles=%s. It joins all the same"
+        logger.warning(text, run, role, names)
+
+
+def missing_run_error(request: RunRequest, place: str, refusal: str = "") -> TrackerUnavailableError:
+    """Return the error for a role that has not found its run.
+
+    Args:
+        request: The decorator's request for the run.
+        place: Where it was looked for.
+        refusal: Why the service does not let this job look; empty if the owner has not opened the run in time.
+    """
+    config = request.config
+    why = (
+        f" within init_timeout_s={config.init_timeout_s:g}: the job with roles=[...] and the same id has not opened "
+        "it, or the server does not answer or does not let this job's key read it. Start that job, or pass a longer "
+        "init_timeout_s."
+    )
+    return TrackerUnavailableError(
+        f"W&B: role {config.role!r} has not found run {request.plan.run_id} of project "
+        f"{config.project or '(the default)'} at {place}{f': {refusal}' if refusal else why}",
+        is_outage=False,
+    )
 
 
 def config_beside(request: RunRequest, found: Stored, config: Mapping[str, Any]) -> dict[str, Any]:

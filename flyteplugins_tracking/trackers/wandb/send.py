@@ -254,7 +254,7 @@ def require_unwritten(found: vendor.Stored | None, parent: Path, run_id: str) ->
 
 def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk, described: Any) -> str:
     """Send what the only writer of a run has logged offline."""
-    directory, files = attempt.directory, Files(own)
+    directory, files = attempt.directory, Files(place, own)
     was_sent = outbox.is_synced(directory)
     # Attempts online that were killed: their rows have places in the run, and may be a part of the offline ones.
     online = Left(place, own.parent, _is_left_online)
@@ -275,7 +275,7 @@ def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk, described: An
     if missing:
         _send_rows(place, own, directory, described)
     attempt.remove_journals()
-    files.send_rest(place, directory)
+    files.send_rest(directory)
     if was_sent and not missing:
         return f"{directory} has nothing that is not sent yet"
     return f"sent {directory}: W&B has the {rows + missing} rows"
@@ -371,7 +371,7 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any, close:
     """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found, exit_code, files = vendor.stored_run(place), left.exit_code, Files(left)
+    found, exit_code, files = vendor.stored_run(place), left.exit_code, Files(place, left)
     if close is None:
         require_unwritten(found, left.parent, place.run_id)
     left.compare(found)
@@ -462,12 +462,15 @@ class LaterEnd(NamedTuple):
 class Files:
     """The files and artifacts of attempts that did not send everything."""
 
-    def __init__(self, left: Left) -> None:
-        self._place, self._artifacts, self._saved = (
-            left.place,
-            left.artifacts(),
-            left.saved_files((*left.online, *left.offline)),
-        )
+    def __init__(self, place: Place, left: Left) -> None:
+        """Look for them.
+
+        Args:
+            place: The run where it is sent, which alone is asked. The server that the job knew may be another one.
+            left: The attempts.
+        """
+        self._place, self._kept = place, left.place
+        self._artifacts, self._saved = left.artifacts(), left.saved_files((*left.online, *left.offline))
         self._lacking: list[vendor.KeptArtifact | str] = []
 
     def __bool__(self) -> bool:
@@ -485,15 +488,15 @@ class Files:
         # One after the other, as they were logged: the last one of a name is the latest.
         self._lacking += [one for one in self._artifacts if not vendor.was_sent(one.send(run))]
 
-    def send_rest(self, place: Place, directory: Path) -> None:
+    def send_rest(self, directory: Path) -> None:
         """Send what `wandb sync` has not: it does not tell. W&B takes no artifact twice."""
-        found = vendor.stored_run(place) if self else None
+        found = vendor.stored_run(self._place) if self else None
         self.ask(found)
         if found is not None and self:
             exit_code = datastore.exit_code(directory)
             if exit_code is None or _is_later(found.last_at, attempt_at(directory).logged_at()):
                 exit_code = STATES.get(found.state, 1)
-            with _opened(place, {}, exit_code) as run:
+            with _opened(self._place, {}, exit_code) as run:
                 self.send(run)
         self.require_sent(directory)
 
@@ -506,7 +509,7 @@ class Files:
         self._lacking += self._not_taken()
         if not self._lacking:
             return
-        outbox.keep_artifacts(directory, self._place, [one for one in self._lacking if not isinstance(one, str)])
+        outbox.keep_artifacts(directory, self._kept, [one for one in self._lacking if not isinstance(one, str)])
         names = [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
         raise TrackerUnavailableError(
             f"{directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are not on this "
@@ -539,7 +542,11 @@ class _Numbered:
         (self._attempt,), self._close = left.attempts, close
         self._directory, self._label = self._attempt.directory, label_in(self._attempt.directory)
         self._place, self._left, self._column, self._described = place, left, column, described
-        self._role, self._rows, self._files = roles.role_of(column), roles.NumberedRows(left, column), Files(left)
+        self._role, self._rows, self._files = (
+            roles.role_of(column),
+            roles.NumberedRows(left, column),
+            Files(place, left),
+        )
         self._found = vendor.stored_run(place)
         # The status with which the run is to end. Of a rank that comes after the run's end: that with which it has.
         ended_with = None if self._found is None else STATES.get(self._found.state)

@@ -20,7 +20,6 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
-from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
@@ -204,12 +203,6 @@ class SharedHandle(WandbHandle):
     def unsent(self) -> Sequence[str]:
         left = roles.left_rows(self.run)
         return [*super().unsent(), *(() if left is None else left.unsent)]
-
-    def _end_limit(self) -> EndLimit:
-        limit = super()._end_limit()
-        if self._barrier is not None:
-            limit.on_move = self._barrier.tell_moving
-        return limit
 
     def _end(self, exit_code: int) -> None:
         if (left := roles.left_rows(self.run)) is not None:

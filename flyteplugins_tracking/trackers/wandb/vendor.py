@@ -430,29 +430,6 @@ def interface_of(run: Any) -> Any:
     return run._backend.interface if interface is None else interface
 
 
-@contextlib.contextmanager
-def opening_within(timeout_s: float) -> Iterator[None]:
-    """Stop wandb-core if `wandb.init`, in the body, takes longer: 0.27 asks a server that does not answer without end.
-
-    Without effect if another run is open in that wandb-core.
-
-    Raises:
-        TimeoutError: It has been stopped.
-    """
-    timer = threading.Timer(timeout_s, restart_service, (0,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except Exception as error:
-        HANDLERS.raise_errors()
-        if timer.finished.is_set():
-            raise TimeoutError(f"the server has not answered within {timeout_s:.0f} s") from error
-        raise
-    finally:
-        timer.cancel()
-
-
 class Progress(NamedTuple):
     """How far wandb-core has come with a run.
 

@@ -1,0 +1,92 @@
+"""The ledger of the package's weight: `tests/weights.csv`. Growth is decided, not found out later."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import functools
+import io
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from support.jobs import PACKAGE
+
+LEDGER = Path(__file__).parent.parent / "weights.csv"
+ROOT = PACKAGE.parent
+# How far a room may be above its entry: room for a mend, and none for a mechanism.
+LINES, WORDS = 20, 300
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def lines_of_code(source: str) -> int:
+    """The lines that have code: no blank lines, comments and docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if first is not None and ast.get_docstring(node, clean=False) is not None:
+                lines.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def room_of(path: Path) -> str:
+    """The folder or file below the package. Each tracker's folder is a room of its own."""
+    parts = path.relative_to(PACKAGE).parts
+    return "/".join(parts[:2]) if parts[0] == "trackers" and len(parts) > 2 else parts[0]
+
+
+@functools.cache
+def weighed() -> Counter[str]:
+    """The lines of code of each room, and the words of the README and the docs."""
+    weights: Counter[str] = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        weights[room_of(path)] += lines_of_code(path.read_text())
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    weights["docs (words)"] = sum(len(page.read_text().split()) for page in pages)
+    return weights
+
+
+def ledger() -> dict[str, list[tuple[int, str]]]:
+    """The entries of each room: its weight, and then what it was raised by, with for whom."""
+    entries: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+    with LEDGER.open(newline="") as file:
+        for row in csv.DictReader(file):
+            entries[row["room"]].append((int(row["weight"]), row["for whom"]))
+    return dict(entries)
+
+
+def test_every_room_has_an_entry_and_no_entry_is_without_a_room():
+    assert ledger().keys() == weighed().keys()
+
+
+@pytest.mark.parametrize("room", sorted(ledger()))
+def test_no_room_is_heavier_than_its_entry_says(room):
+    allowed = sum(weight for weight, _ in ledger()[room])
+    most = allowed + (WORDS if "words" in room else LINES)
+    assert weighed()[room] <= most, (
+        f"{room} has {weighed()[room]}, and its entry says {allowed}. Make it lighter; or add a line with what it is "
+        f"raised by, and for whom: which users, how many of 1,000, and what they would lose"
+    )
+
+
+def test_whoever_raises_an_entry_says_for_whom():
+    raised = [entry for entries in ledger().values() for entry in entries[1:]]
+    assert all(len(for_whom.split()) >= 5 for _, for_whom in raised), raised
+
+
+def test_only_code_counts():
+    source = """'Docs.'
+
+# A comment.
+def f():
+    'More docs.'
+    return (
+        1
+    )  # here
+"""
+    assert lines_of_code(source) == 4
