@@ -28,7 +28,7 @@ demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
 
-# Every subject once, on warm jobs: see CONTRIBUTING.md.
+# Every promise once, on warm jobs: see CONTRIBUTING.md.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full and not wide"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,15 +27,54 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked as crossed, keep to `make test-wide` what is not the first value of two arguments."""
+    """Leave cases of the tests that are marked as sampled or crossed to `make test-all`, or to `make test-wide`.
+
+    Of a crossed test, `make test-all` has no case with two values that are not the first ones of their arguments.
+    """
     first: dict[object, dict[str, object]] = {}
+    cases: Counter[object] = Counter()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=_place)
     for item in items:
+        if (sampled := item.get_closest_marker("sampled")) and not any(map(item.get_closest_marker, ("full", "wide"))):
+            cases[item.function] += 1
+            if cases[item.function] > sampled.args[0]:
+                item.add_marker("full")
         if item.get_closest_marker("crossed") and isinstance(item, pytest.Function):
             # `callspec.indices` counts the cases of a test, and not the values of its argument.
             values = item.callspec.params
             of_first = first.setdefault(item.function, values)
             if sum(value != of_first[name] for name, value in values.items()) > 1:
                 item.add_marker("wide")
+
+
+# The longest files, in whose order the workers begin them. Tests without a job come last: they are short.
+LONGEST = (
+    "test_kills",
+    "test_watch",
+    "test_conformance",
+    "test_roles_jobs",
+    "test_restarts",
+    "test_mlflow_jobs",
+    "test_wandb_ends",
+    "test_reliability",
+    "test_shared",
+    "test_flyte2",
+)
+
+
+def _place(item: pytest.Item) -> int:
+    if item.path.stem in LONGEST:
+        return LONGEST.index(item.path.stem)
+    return len(LONGEST) + (item.path.parent.name == "unit")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file all of whose tests have a mark that `-m "not ..."` names, without a look at its tests."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    marks = re.findall(r"^pytestmark = pytest\.mark\.(\w+)$", collection_path.read_text(), re.MULTILINE)
+    return any(f"not {mark}" in config.option.markexpr for mark in marks) or None
 
 
 @pytest.fixture(autouse=True)
@@ -110,4 +151,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False  # they are in order: `_place`
     return _Scheduler(config, log)

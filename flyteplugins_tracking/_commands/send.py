@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import socket
 import sys
 import threading
 import time
@@ -47,6 +48,8 @@ _HEADER: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("arguments", "run_metadata"), dict),
 }
 _LONGEST_ID = 200
+# How long ago a killed process of another machine has written a journal at least, in seconds.
+_WRITTEN_S = 120.0
 _EXAMPLE = "example: flyteplugins-tracking send wandb; with --watch, on a login node, while jobs log to W&B there"
 
 
@@ -120,8 +123,8 @@ def send_directory(directory: Path) -> str:
         ValueError: `directory` is not that of a run.
     """
     journals = _journals_in(directory)
-    if any(journal.is_open() for journal in journals):
-        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
+    if any(journal.is_open() or _may_be_written_elsewhere(journal) for journal in journals):
+        raise TrackerUnavailableError(f"a process is writing to {directory}, or was just now: wait for its end")
     is_begun = is_own_file(directory / SENT)
     # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
     left = [one for one in journals if not is_begun or any(True for _ in one.lines())]
@@ -143,6 +146,14 @@ def send_directory(directory: Path) -> str:
     return (
         f"sent {directory} as run {left[0].header['id']}" if left else f"{directory} has nothing that is not sent yet"
     )
+
+
+def _may_be_written_elsewhere(journal: StoredJournal) -> bool:
+    """Whether a process of another machine has just written it: its lock may not be seen here (NFS with nolock)."""
+    is_here = journal.header.get("host", socket.gethostname()) == socket.gethostname()
+    if is_here or time.time() - journal.path.stat().st_mtime > _WRITTEN_S:
+        return False
+    return not any("exit_code" in line for line in journal.lines(also_sent=True))
 
 
 def _require_sendable(directory: Path, journals: Iterable[StoredJournal]) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -385,6 +386,7 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "group": request.plan.group,
         "primary": request.plan.primary,
         "attempt": request.restart_count,
+        "host": socket.gethostname(),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "run_metadata": dict(request.run_metadata),
         "servers": servers_of(tracker.name),

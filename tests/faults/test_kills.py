@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import os
 import random
 import re
 import shlex
@@ -229,40 +228,11 @@ def assert_each_once(found: Outcome, end: tuple[int, str], directory: Path) -> N
     assert not journals_left(directory)
 
 
-def slow_down(pids: list[int]) -> None:
-    """Stop processes for most of the time, for a second, as on a machine that is busy."""
-    for _ in range(40):
-        for number, sleep_s in ((signal.SIGSTOP, 0.023), (signal.SIGCONT, 0.002)):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(sleep_s)
-
-
 def assert_each_writers_order(rows: list[dict[str, object]]) -> None:
     """Assert that the rows of each process are in their order. W&B itself gives the steps of several writers."""
     for pid in {row["pid"] for row in rows}:
         numbers = [row["n"] for row in rows if row["pid"] == pid]
         assert numbers == list(range(len(numbers)))
-
-
-@pytest.mark.wide
-def test_what_the_ranks_of_a_node_have_left_is_sent_once_while_they_log(tmp_path):
-    """Their wandb-cores are slow."""
-    settings = {"tracking": {"id": jobs.RUN_ID, "run_mode": "shared"}, "rows": TAIL, "step_s": 0.001}
-    with job(tmp_path) as started:
-        process = started.start(torchrun(), **ends("loop", attempts=99, **settings))
-        started.wait_for("ready 1 0")
-        kill_with_children(process.pid)
-        process.communicate()
-        job_again = started.start(torchrun(), **ends("return", **settings))
-        while job_again.poll() is None:
-            slow_down(started.pids("wandb-core"))
-        found, (run,) = started.outcome(), started.server.runs
-    assert found.logged <= found.arrived
-    assert (found.duplicates, found.exit_codes, found.state) == (0, (0,), "finished")
-    assert_each_writers_order(run.rows)
-    assert not journals_left(tmp_path)
 
 
 @pytest.mark.full

@@ -141,6 +141,7 @@ def test_rows_that_wandb_sync_could_not_know_are_sent_behind_the_others(tmp_path
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.wide)])
 def test_rows_of_a_shared_run_whose_writer_is_killed_arrive_once(tmp_path, restarts):
     """What the other rank has logged after that is in its journal only."""

@@ -243,6 +243,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "seconds"),
     [
@@ -406,6 +407,7 @@ def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_ends_the
         assert here.state == "finished"
 
 
+@pytest.mark.full
 def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
     """As `wandb sync` does it."""
     with cluster(tmp_path, "wandb") as here:
@@ -436,6 +438,7 @@ run.finish()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("goes", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path, goes):
     """Only its file tells that the client lives: a job that loads its data, or that was stopped, looks killed."""
@@ -457,6 +460,7 @@ def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path, goes
             assert run.state == "finished"
 
 
+@pytest.mark.full
 def test_the_console_name_tags_summary_and_metadata_of_a_wandb_run_are_sent_while_it_logs(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         logs = "print('row', row, flush=True); run.tags = ['later']; run.name = 'renamed'; time.sleep(0.3); run.log("
@@ -541,6 +545,7 @@ def test_a_file_of_another_user_ends_the_watcher(tmp_path):
         assert "not sent" in done.output
 
 
+@pytest.mark.full
 def test_runs_of_two_projects_with_one_id_are_two_runs(tmp_path):
     """As a job that trains in one project, and evaluates in another."""
     with cluster(tmp_path, "wandb") as here:

@@ -151,11 +151,6 @@ SCRIPTS = {
         config={"lr": 2e-3, "batch_size": 4},
         brief="exception",
     ),
-    "hf_trainer": Script(
-        "train/loss", "train/global_step", range(1, PASSES + 1), long=("100000",), config={"logging_steps": 1}
-    ),
-    "lightning_fit": Script("train/loss", "trainer/global_step", long=("100000",), config={"hidden": 8, "lr": 0.01}),
-    "click_command": Script("loss", None, config={"lr": 0.01, "resume": None}, brief="sigkill"),
 }
 MLFLOW = Script("loss", None)
 
@@ -225,13 +220,16 @@ def faults_of(script: Script) -> list[str]:
 UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none")}
 
 
+DEFAULT_TIER = ("module_level", "sixty_arguments", "tensorboard_sync", "trainer_class/main")
+
+
 def tier_of(form: Callable[[str], list[str]], name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Each script meets a fault in `make test`, and some meet one under `run` in `make test-all`.
+    """Each script meets a fault in `make test-all`, and some do under `run`; `DEFAULT_TIER` is in `make test`.
 
     `make test-wide` has all pairs.
     """
     if fault == (SCRIPTS[name].brief if form is moved else "exception" if name == "module_level" else ""):
-        return ()
+        return () if name in DEFAULT_TIER else (pytest.mark.full,)
     return (pytest.mark.full if form is under_run and (name, fault) in UNDER_RUN else pytest.mark.wide,)
 
 
@@ -286,6 +284,7 @@ def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
@@ -303,13 +302,6 @@ def test_a_moved_script_of_mlflow(tmp_path, fault, status):
     assert steps in MLFLOW.expected(fault, passes(tmp_path)), done.output
     assert (run.params["lr"], run.params["distributed"], run.name) == ("0.01", "False", "digits")
     assert run.tags.get("done") == ("yes" if status == "FINISHED" else None)
-
-
-@pytest.mark.full
-def test_the_bare_script_of_mlflow(tmp_path):
-    done = train(tmp_path, bare("mlflow_example"), MLFLOW, "none", {"MLFLOW_TRACKING_URI": store_of(tmp_path)})
-    run = mlflow_run(tmp_path)
-    assert (done.returncode, run.status, run.name, len(run.values("loss"))) == (0, "FINISHED", "digits", PASSES)
 
 
 def store_of(directory: Path) -> str:

@@ -32,6 +32,7 @@ def rows(run: StoredRun) -> list[tuple[int, int]]:
     return [(row["attempt"], row["row"]) for row in run.rows]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "runs"),
     [
@@ -50,8 +51,9 @@ def test_each_block_has_its_run_with_its_rows_and_status(tmp_path: Path, how: st
     assert [(one.exit_code, rows(one)) for one in done.runs] == [(0, [(0, row) for row in range(5)])] * runs
 
 
-@pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("end", "code", "status"), [("raise", 1, 1), ("exit", 5, 5)])
+@pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])
 def test_the_run_has_the_status_of_the_block(tmp_path: Path, how: str, end: str, code: int, status: int) -> None:
     done = run(tmp_path, how, end={"0": end})
     (one,) = done.runs
@@ -72,6 +74,7 @@ def test_a_block_cannot_be_entered_again(tmp_path: Path) -> None:
     assert [one.exit_code for one in done.runs] == [0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("run_mode", "codes"), [("auto", [1]), pytest.param("shared", [1, 1], marks=pytest.mark.full), ("new", [1])]
 )
@@ -92,6 +95,7 @@ def test_sigterm_ends_the_block_with_143_and_all_rows(tmp_path: Path) -> None:
     assert (one.exit_code, len(one.rows)) == (143, 5), done.output
 
 
+@pytest.mark.full
 def test_a_restart_after_sigkill_goes_on_in_the_run(tmp_path: Path) -> None:
     launcher = (*TWO_RANKS, "--max-restarts=1")
     done = run(tmp_path, launcher=launcher, end={"0": "kill", "1": "hang"})
@@ -194,81 +198,6 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert codes == {"good": (0, 1), "bad": (1, 1), "stopped": (130, 1), "again": (0, 1)}
 
 
-SCRIPT = """
-import argparse, os, pickle, sys
-import neighbour
-import wandb
-parser = argparse.ArgumentParser()
-parser.add_argument("--project"), parser.add_argument("--end")
-args = parser.parse_args()
-class Model: pass
-if __name__ == "__main__":
-    wandb.init(project=args.project, config=vars(args))
-    wandb.log({"x": 1})
-    assert type(pickle.loads(pickle.dumps(Model()))) is Model
-    print("SAID", sys.argv, os.path.isabs(__file__), neighbour.__name__, flush=True)
-    ends = {"raise": lambda: 1 / 0, "text": lambda: sys.exit("a text"), "code": lambda: sys.exit(7), "none": sys.exit}
-    ends[args.end]()
-"""
-
-
-CODES = {"raise": 1, "text": 1, "code": 7, "none": 0}
-
-
-@pytest.mark.parametrize(
-    ("words", "end", "code"),
-    [
-        *(pytest.param(["train.py"], end, code, id=f"script-{end}-{code}") for end, code in CODES.items()),
-        *(
-            pytest.param(
-                ["-m", "train"],
-                end,
-                code,
-                id=f"module-{end}-{code}",
-                marks=() if end == "code" else pytest.mark.wide,
-            )
-            for end, code in CODES.items()
-        ),
-    ],
-)
-def test_a_script_runs_under_the_command_as_without_it(tmp_path: Path, words: list[str], end: str, code: int) -> None:
-    done = {}
-    for name, before in (("plain", []), ("under", ["-m", "flyteplugins_tracking", "run", "--project", "ours"])):
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "train.py").write_text(SCRIPT)
-        (directory / "neighbour.py").touch()
-        arguments = ["--project", "of-the-script", "--end", end]
-        # Real interpreters: a warm process differs from one in the `__file__` of its script.
-        process = jobs.start([sys.executable, *before, *words, *arguments], directory, cold=True)
-        done[name] = jobs.finish(process, directory)
-    assert [one.returncode for one in done.values()] == [code, code], done
-    plain, under = (
-        [
-            line.replace(f"{tmp_path / name}/", "")
-            for line in one.output.splitlines()
-            if line.startswith(("SAID", '  File "', "Zero", "a text")) and "<frozen" not in line
-        ]
-        for name, one in done.items()
-    )
-    assert plain == under
-    (run,) = done["under"].runs
-    assert (run.project, run.exit_code, run.config["end"], len(run.rows)) == ("ours", code, end, 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "missing.py': [Errno 2] No such file"), ("x = (", "SyntaxError")]
-)
-def test_a_script_that_cannot_run_is_told_as_python_tells_it(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "missing.py").write_text(content)
-    done = jobs.run([sys.executable, "-m", "flyteplugins_tracking", "run", "missing.py"], tmp_path)
-    assert done.returncode == (2 if content is None else 1)
-    assert message in done.output
-    assert "runpy" not in done.output
-    assert len(done.runs) == (0 if content is None else 1)
-
-
 def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
     script = tmp_path / "imports.py"
     script.write_text(
@@ -282,6 +211,7 @@ def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
     assert [run.exit_code for run in done.runs] == [0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "script",
     [

@@ -23,6 +23,7 @@ def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0
         assert run.exit_code == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "parent"),
     [

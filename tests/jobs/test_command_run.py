@@ -69,6 +69,7 @@ end()
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -120,6 +121,7 @@ def test_processes_of_each_kind_find_the_script_again(tmp_path):
     assert as_python(tmp_path, "-m", "script", "a").count("'a'") == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", ["/dev/stdin", "named pipe"])
 def test_a_pipe_can_be_the_script(tmp_path, path):
     text = "import sys\nprint('here', __name__, sys.argv)"
@@ -131,6 +133,7 @@ def test_a_pipe_can_be_the_script(tmp_path, path):
     assert outcome(tmp_path, *UNDER, path, "a", text=text) == (0, f"here __main__ {[path, 'a']}\n", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "end",
     [
@@ -156,6 +159,7 @@ def test_a_script_ends_and_tells_why_as_without_the_command(tmp_path, end):
     assert as_python(directory, "-m", "script").startswith("begun\n")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words", [["wrong.py"], ["nothing.py"], ["empty"], ["-m", "nothing"], ["-m", "package.nothing"]]
 )
@@ -190,6 +194,7 @@ pool.submit(later, 2)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "code", "status", "told"),
     [
@@ -318,6 +323,7 @@ mlflow.start_run(run_id=run.info.run_id)""",
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tracker", ["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "trackio"))]
 )

@@ -132,6 +132,7 @@ def test_quickstart(tmp_path):
     assert (run.exit_code, [(row["loss"], row["accuracy"]) for row in run.rows]) == (0, [(0.5, 0.9)])
 
 
+@pytest.mark.full
 @needs_flyte
 @pytest.mark.parametrize(
     ("task", "by_rank", "group"),
@@ -232,6 +233,7 @@ def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
     assert refused[1].endswith("BY CommError")
 
 
+@pytest.mark.full
 @needs_flyte
 @needs_sweeps
 def test_a_sweep_runs_its_trials(tmp_path):
@@ -260,6 +262,7 @@ def peers_blocks() -> list[str]:
     return [block.replace("flyteplugins.wandb", "flyteplugins_tracking.compat.wandb") for block in blocks]
 
 
+@pytest.mark.full
 @needs_flyte
 def test_the_blocks_of_the_peers_readme_run(tmp_path):
     blocks = [block for block in peers_blocks() if "wandb_sweep" not in block]

@@ -50,6 +50,7 @@ def test_wandb_has_what_the_bare_client_has_or_better(wandb_configs):
     assert not [case.name for case in CASES if case.bare != case.plain and not case.why]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
     ["trackio", pytest.param("mlflow", marks=pytest.mark.full), "pluto", pytest.param("jsonl", marks=pytest.mark.full)],

@@ -24,8 +24,8 @@ RANKS = 4
 CONFORM = jobs.PROGRAMS / "conformance_job.py"
 
 
-# Those with other jobs in the default tier: `test_mlflow_jobs.py` and `test_pluto_jobs.py`.
-OF_ALL = [pytest.param(name, marks=pytest.mark.full if name in ("mlflow", "pluto") else ()) for name in BACKENDS]
+# The default tier has W&B and a third party's tracker.
+OF_ALL = [pytest.param(name, marks=() if name in ("wandb", "jsonl") else pytest.mark.full) for name in BACKENDS]
 
 
 @pytest.fixture(scope="module", params=OF_ALL)
@@ -34,27 +34,20 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield running
 
 
-def default_for(*names: str, full: tuple[str, ...] = tuple(BACKENDS)) -> pytest.MarkDecorator:
-    """A test of all trackers, which the default tier runs with these, and `make test-all` with those of `full`."""
+def default_for(*names: str, full: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """A test of all trackers, which the default tier runs with these, `make test-all` with those of `full` too.
+
+    `make test-wide` has the other ones: each tracker has some of these tests in `make test-all`, and its modes.
+    """
     left = {name: pytest.mark.full if name in full else pytest.mark.wide for name in BACKENDS if name not in names}
     params = [pytest.param(name, marks=left.get(name, ())) for name in BACKENDS]
     return pytest.mark.parametrize("backend", params, indirect=True, scope="module")
 
 
-# With the last rank as the primary, W&B stands for all: `test_the_last_rank_can_be_the_primary` is for each.
-PRIMARIES = [
-    pytest.param(name, primary, marks=() if (name, primary) == ("wandb", "first") else pytest.mark.full)
-    for name, primary in [*((name, "first") for name in BACKENDS), ("wandb", "last")]
-]
-FIRST_AND_LAST = pytest.mark.parametrize(("backend", "primary"), PRIMARIES, indirect=["backend"], scope="module")
-
-
 class Job:
     """`conformance_job.py` under torchrun."""
 
-    def __init__(
-        self, backend: Backend, directory: Path, scenario: str, *options: str, primary: str = "", nodes: int = 1
-    ) -> None:
+    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str, nodes: int = 1) -> None:
         self.backend = backend
         self.directory = directory
         self.project = (
@@ -64,7 +57,7 @@ class Job:
         if nodes > 1:
             meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"]
         agent = jobs.torchrun(*meeting, f"--nproc-per-node={RANKS // nodes}", "--monitor-interval=0.1", *options)
-        script = [str(CONFORM), scenario, backend.name, backend.package, self.project, primary]
+        script = [str(CONFORM), scenario, backend.name, backend.package, self.project]
         env = backend.environment()
         if scenario == "missing":
             env = backend.missing(directory)
@@ -112,16 +105,6 @@ class Job:
         return self.logged() <= points <= self.logged("logs")
 
 
-@pytest.fixture(scope="module")
-def modes(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, dict[str, Kept]]:
-    """A job that is in each mode and scope, one after the other, and ends with an exception; and its runs."""
-    job = Job(backend, tmp_path_factory.mktemp("modes"), "modes")
-    done = job.ended()
-    assert done.returncode != 0
-    assert "made to fail" in done.output
-    return job, {run.id: run for run in job.runs}
-
-
 def test_the_doctor_reports_whether_the_service_can_be_used(backend, tmp_path):
     for variables, is_there in ((backend.environment(), True), (backend.missing(tmp_path), False)):
         command = ["-m", "flyteplugins_tracking", "--json", "--tracker", backend.name]
@@ -142,10 +125,28 @@ def expected_runs(mode: str, scope: str) -> dict[str, tuple[str, set[int]]]:
     return {base + suffix: (base if suffix else "", {0} if mode == "auto" else set(range(RANKS)))}
 
 
-@pytest.mark.parametrize("scope", ["global", "worker"])
-@pytest.mark.parametrize("mode", ["auto", "new", "shared"])
-def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope):
-    job, runs = modes
+def test_a_job_in_each_mode_and_scope_that_ends_with_an_exception(backend, tmp_path, subtests):
+    job = Job(backend, tmp_path, "modes")
+    done = job.ended()
+    assert done.returncode != 0
+    assert "made to fail" in done.output
+    runs = {run.id: run for run in job.runs}
+    for mode in ("auto", "new", "shared"):
+        for scope in ("global", "worker"):
+            with subtests.test("each run has its rows once", mode=mode, scope=scope):
+                check_runs(job, runs, mode, scope)
+    with subtests.test("a rank without a run loads nothing of the vendor"):
+        in_auto = [line[3:6] for line in job.notes() if line[:2] == ["ran", "auto"]]
+        assert sorted(in_auto) == sorted(
+            [["0", "True", str(backend.package != "")], *([str(r), "False", "False"] for r in range(1, RANKS))] * 2
+        )
+    with subtests.test("an exception is a failure"):
+        failed = runs["failing"]
+        assert (len(failed.points), {key for key, _ in failed.points}) == (20, {"rank0"})
+        assert (failed.status, failed.ends or 1) == ("failed", 1)
+
+
+def check_runs(job: Job, runs: dict[str, Kept], mode: str, scope: str) -> None:
     expected = expected_runs(mode, scope)
     assert {run_id for run_id in runs if run_id.startswith(f"{mode}-{scope}")} == set(expected)
     for run_id, (group, ranks) in expected.items():
@@ -163,7 +164,7 @@ def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope
         assert runs[run_id].config["tracking_init"]["world_size"] == RANKS
 
 
-@default_for("mlflow", full=("wandb",))
+@default_for(full=("mlflow",))
 def test_the_last_rank_can_be_the_primary(backend, tmp_path):
     job = Job(backend, tmp_path, "last rank")
     done = job.ended()
@@ -184,17 +185,9 @@ def test_the_last_rank_can_be_the_primary(backend, tmp_path):
     assert logged == job.logged() == job.logged("logs")
 
 
-def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
-    job, _ = modes
-    in_auto = [line[3:6] for line in job.notes() if line[:2] == ["ran", "auto"]]
-    assert sorted(in_auto) == sorted(
-        [["0", "True", str(backend.package != "")], *([str(r), "False", "False"] for r in range(1, RANKS))] * 2
-    )
-
-
-@FIRST_AND_LAST
-def test_a_restart_continues_the_run(backend, tmp_path, primary):
-    job = Job(backend, tmp_path, "restart", "--max-restarts=1", primary=primary)
+@default_for(full=("wandb", "mlflow", "jsonl"))  # the fault matrix has a restart
+def test_a_restart_continues_the_run(backend, tmp_path):
+    job = Job(backend, tmp_path, "restart", "--max-restarts=1")
     done = job.ended()
     assert done.returncode == 0, done.output
     (run,) = job.runs
@@ -205,7 +198,7 @@ def test_a_restart_continues_the_run(backend, tmp_path, primary):
     assert ("1", "False") not in said, said
 
 
-@default_for("wandb", full=("pluto",))
+@default_for("wandb")
 def test_the_pulse_and_the_load_of_all_nodes_join_the_rows_of_the_function(backend, tmp_path):
     job = Job(backend, tmp_path, "pulse", nodes=2)
     done = job.ended()
@@ -229,16 +222,9 @@ def test_the_pulse_and_the_load_of_all_nodes_join_the_rows_of_the_function(backe
     assert run.status == "finished"
 
 
-def test_an_exception_is_a_failure(modes):
-    _, runs = modes
-    failed = runs["failing"]
-    assert (len(failed.points), {key for key, _ in failed.points}) == (20, {"rank0"})
-    assert (failed.status, failed.ends or 1) == ("failed", 1)
-
-
-@FIRST_AND_LAST
-def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path, primary):
-    job = Job(backend, tmp_path, "sigterm", primary=primary)
+@default_for(full=("wandb", "pluto"))  # the fault matrix has these signals
+def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path):
+    job = Job(backend, tmp_path, "sigterm")
     job.wait_until_all_log()
     os.kill(job.process.pid, signal.SIGTERM)
     done = job.ended()
@@ -248,7 +234,7 @@ def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path, primary):
     assert (run.status, run.ends or 1) == ("killed", 1), done.output
 
 
-@default_for("trackio")
+@default_for(full=("trackio",))
 def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
     job = Job(backend, tmp_path, "sigkill")
     job.wait_until_all_log()

@@ -108,6 +108,7 @@ def test_an_exception_that_the_caller_handles_is_not_the_end_of_the_rank(tmp_pat
     assert failure(second) == (9, 1, "SystemExit")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -148,6 +149,7 @@ def test_a_helper_that_has_ended_is_not_taken_for_a_rank_that_starts_later(tmp_p
 ONE_NODE = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=3")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "run_mode", "expected"),
     [
@@ -172,6 +174,7 @@ def test_a_primary_that_returns_after_another_rank_has_failed_has_the_jobs_failu
     assert failure(run) == expected, done.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "expected", "message"),
     [

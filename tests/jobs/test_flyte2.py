@@ -104,6 +104,7 @@ def test_a_task_that_raises_has_a_failed_run(pod, server):
     assert values(server.run("r1-fails").rows, "fails") == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_a_task_that_exits_has_a_failed_run(pod, server):
     skip_where_lost("flyte", "sys.exit")
     assert pod("exits").returncode == 3
@@ -127,6 +128,7 @@ def test_a_retry_in_local_mode_continues_the_run(tmp_path):
     assert sorted(run.exit_code for run in done.runs) == [0, 1]
 
 
+@pytest.mark.full
 def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     done = pod("calls_functions")
     assert done.outputs == [["r1-calls_functions", "r1-calls_functions-2"]], done.output
@@ -157,6 +159,7 @@ def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
 # Parents and children
 
 
+@pytest.mark.full
 def test_children_continue_the_parents_run_or_have_their_own(pod, server):
     done = pod("parent", module=WORKERS, children=True)
     assert done.outputs is not None, done.output
@@ -326,26 +329,11 @@ def test_the_first_rank_alone_has_a_run_and_imports_wandb(pod, server, directory
 
 
 @pytest.mark.full
-def test_all_ranks_share_a_run(pod, server):
-    assert pod("shared_workers", module=WORKERS).outputs == ["r1-shared_workers"]
-    run = server.run("r1-shared_workers")
-    assert (run.exit_codes, sorted(values(run.rows, "shared_workers"))) == ([0], [0, 0, 1, 1, 2, 2])
-
-
-@pytest.mark.full
 def test_restarted_workers_continue_the_run(pod, server):
     assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")
     assert (run.exit_codes, run.rows_overwritten) == ([1, 0], 0)
     assert values(run.rows, "restarted_workers") == [0, 1, 2, 0, 1, 2]
-
-
-@pytest.mark.full
-def test_when_another_rank_dies_the_run_ends_with_its_status(pod, server):
-    done = pod("dying_peer", module=WORKERS)
-    assert done.error is not None
-    run = server.run("r1-dying_peer")
-    assert (run.exit_codes, values(run.rows, "dying_peer")) == ([9], [0, 1, 2]), done.output
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ def told(directory: Any, tag: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda report: report["rank"] or "")
 
 
+@pytest.mark.full
 def test_a_child_task_is_a_pod_of_its_own_and_inherits_the_context(tmp_path):
     done = flyte2_pods.run("parent", tmp_path, context={"k": "v"}, children=True)
     assert done.outputs is not None, done.output

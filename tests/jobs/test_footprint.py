@@ -33,6 +33,7 @@ NEVER_LOADED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 @pytest.mark.parametrize(
     ("tracker", "first"),

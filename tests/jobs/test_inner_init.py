@@ -32,6 +32,7 @@ def values(run: RecordedRun) -> list[object]:
     return [row["x"] for row in run.rows]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("imports", ["early", "late"])
 def test_an_inner_init_describes_the_run_and_returns_one_without_effect_on_other_ranks(tmp_path, imports):
     with WandbServer() as server:
@@ -51,6 +52,7 @@ def test_an_inner_init_describes_the_run_and_returns_one_without_effect_on_other
     assert len(list((tmp_path / "wandb").glob("run-*"))) == 3  # no call has made a directory for another run
 
 
+@pytest.mark.full
 def test_each_rank_with_a_run_joins_its_own_or_the_shared_one(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "several_runs", 2)
@@ -93,6 +95,7 @@ def test_an_inner_init_in_many_situations(tmp_path):
     assert "W&B: run mine was opened before" in done.output
 
 
+@pytest.mark.full
 def test_an_inner_init_syncs_tensorboard(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "writes_for_tensorboard", 2, IMPORTS="late")

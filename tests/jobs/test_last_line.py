@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support import jobs
 from support.terminal import Terminal
-from support.waiting import wait_until
 
 # Short: the viewer's list has room for 13 characters of it.
 RUN_ID = f"v-{os.getpid()}"
@@ -26,6 +22,7 @@ def commands_in(output: str) -> list[str]:
     return re.findall(r": to look at run .*?: (.*)", output)
 
 
+@pytest.mark.full
 def test_wandbs_viewer_shows_the_rows_of_all_nodes(tmp_path):
     """Two nodes with one file system: the primary's last line leads to both nodes' rows, and to how to send them."""
     tracking = {"project": "p", "id": RUN_ID, "run_mode": "shared"}
@@ -58,40 +55,3 @@ def assert_viewer_shows(command: str, directory: Path, *patterns: str) -> None:
     """Open the viewer, and draw one run after the other: W&B's begins with the newest node's, or with none."""
     with Terminal(command, directory) as viewer:
         viewer.wait_for(*patterns, timeout_s=180, presses=(DOWN, SPACE))
-
-
-@pytest.mark.wide
-def test_the_viewers_of_trackio_and_mlflow_serve_the_run(tmp_path):
-    """Stacked decorators: each prints its line, and what it says opens that tracker's run."""
-    for package in ("trackio", "mlflow", "sqlalchemy"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e . --group dev")
-    env = {"TRACKIO_DIR": str(tmp_path / "kept"), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
-    done = jobs.run([sys.executable, jobs.PROGRAMS / "local_runs.py"], tmp_path, env)
-    assert done.returncode == 0, done.output
-    trackio, mlflow = sorted(commands_in(done.output))
-    assert (trackio, mlflow) == (
-        f"TRACKIO_DIR={tmp_path / 'kept'} trackio show --project p",
-        "mlflow ui --backend-store-uri sqlite:///mlflow.db",
-    )
-    port, path = jobs.free_port(), f"PATH={PROGRAMS}:$PATH"
-    with Terminal(f"env {path} GRADIO_SERVER_PORT={port} BROWSER=true {trackio}", tmp_path) as viewer:
-        viewer.wait_for(rf"http://[\w.]+:{port}", timeout_s=60 * jobs.TIME_SCALE)
-        assert "api_version" in get(f"http://127.0.0.1:{port}/version")
-    port = jobs.free_port()
-    with Terminal(f"env {path} MLFLOW_PORT={port} {mlflow}", tmp_path) as viewer:
-        viewer.wait_for(rf"http://[\w.]+:{port}", timeout_s=60 * jobs.TIME_SCALE)
-        viewer.wait_for("startup complete", timeout_s=60 * jobs.TIME_SCALE)
-        address = f"http://127.0.0.1:{port}/api/2.0/mlflow/experiments/get-by-name?experiment_name=p"
-        assert json.loads(get(address))["experiment"]["name"] == "p"
-
-
-def get(address: str) -> str:
-    """What a server answers that may not listen yet: a viewer prints its address before."""
-
-    def answer() -> str:
-        with suppress(OSError), urllib.request.urlopen(address, timeout=30) as response:
-            text: str = response.read().decode()
-            return text
-        return ""
-
-    return wait_until(answer, timeout_s=60 * jobs.TIME_SCALE)

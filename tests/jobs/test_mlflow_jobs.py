@@ -147,6 +147,7 @@ def test_autologging_is_the_ranks_own_that_has_a_run(server, tmp_path):
     assert system[1] == set()
 
 
+@pytest.mark.full
 def test_a_start_run_of_the_function_joins_its_run_and_describes_it(server, tmp_path):
     agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*agent, SCRIPT, "starts", "starts"], tmp_path, environment(server))
@@ -174,6 +175,7 @@ def test_a_start_run_of_the_function_joins_its_run_and_describes_it(server, tmp_
     assert done.output.count("Without effect: run_name='inner', description='by the script'. Pass these") == 1
 
 
+@pytest.mark.full
 def test_autologging_that_the_function_turns_on_logs_to_its_run(server, bare_environment):
     import mlflow
     from sklearn.linear_model import LinearRegression
@@ -231,6 +233,7 @@ def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_
     assert sorted(steps) == list(range(len(steps)))
 
 
+@pytest.mark.full
 def test_logging_makes_no_request_and_all_rows_arrive(server, tmp_path):
     """The benchmark holds the figure of 0.2 ms; a request takes milliseconds."""
     done = jobs.python(tmp_path, SCRIPT, "cost", "cost", env=environment(server))
@@ -449,6 +452,7 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
     assert len(history(run_id, "b")) == 3
 
 
+@pytest.mark.full
 def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 

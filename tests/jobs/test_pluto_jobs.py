@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support import jobs
 from support.backends import pluto_environment
-from support.kills import kill_process, kill_with_children, logged, logged_by_killed_training, moments
+from support.kills import kill_with_children, logged
 from support.loopback import Fault
 from support.pluto_server import KEY, PlutoServer, RecordedRun
 from support.waiting import wait_for_file, wait_until
@@ -150,18 +150,21 @@ def singles(tmp_path_factory) -> Iterator[tuple[PlutoServer, jobs.Done, dict[str
         yield server, done, {told["what"]: told for told in facts(directory)}
 
 
+@pytest.mark.full
 def test_noop_needs_no_server(singles):
     server, _, told = singles
     assert "error" not in told["noop"], told
     assert told["noop"]["id"] not in [run.id for run in server.runs]
 
 
+@pytest.mark.full
 def test_the_exported_run_has_its_id_and_project(singles):
     _, _, told = singles
     assert told["noop"]["passed_on"] == [None]
     assert told["named again"]["passed_on"] == [{"id": "again", "project": "tests"}]
 
 
+@pytest.mark.full
 def test_an_ignored_name_warns(singles):
     server, done, told = singles
     assert told["named again"]["id"] == "again"
@@ -171,6 +174,7 @@ def test_an_ignored_name_warns(singles):
     assert [point.value for point in server.run("again").charted["x"].values()] == [1, 1]  # at steps 1 and 2
 
 
+@pytest.mark.full
 def test_ids_of_the_variables(singles):
     server, _, told = singles
     assert told["MLOP_RUN_ID=theirs"]["id"] == "theirs"
@@ -180,6 +184,7 @@ def test_ids_of_the_variables(singles):
     assert {"42", "ABC-1"}.isdisjoint(run.id for run in server.runs)
 
 
+@pytest.mark.full
 def test_a_key_that_is_wrong_or_missing_is_named(singles):
     _, done, told = singles
     assert (told["wrong key"]["error"], told["no key"]["error"]) == ("TrackerUnavailableError",) * 2
@@ -188,6 +193,7 @@ def test_a_key_that_is_wrong_or_missing_is_named(singles):
     assert "plt_s_wrong" not in done.output + told["wrong key"]["text"]
 
 
+@pytest.mark.full
 def test_the_status_is_the_truth(singles):
     server, _, _ = singles
     assert server.run("KeyboardInterrupt").statuses == ["TERMINATED"]
@@ -195,6 +201,7 @@ def test_the_status_is_the_truth(singles):
     assert server.run("told").statuses == ["FAILED"]  # by the function's first finish()
 
 
+@pytest.mark.full
 def test_an_inner_init_joins_the_run_and_describes_it(singles):
     server, done, told = singles
     run = server.run("inner")
@@ -287,6 +294,7 @@ def start_and_kill(directory: Path, server: PlutoServer, rows: int) -> None:
     process.wait()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["next attempt", pytest.param("send", marks=pytest.mark.full)])
 def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
     with PlutoServer() as server:
@@ -329,17 +337,6 @@ def test_a_proxy_that_only_the_data_names_gets_no_key(tmp_path):
             done = jobs.run(command, tmp_path, pluto_environment(server))
         assert (done.returncode, fault.hits) == (0, 0), done.output
         assert len(server.run("kept").charted["x"]) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the rank", "the rank and its uploader"])
-def test_every_row_arrives_once_whenever_a_rank_is_killed(tmp_path, kill):
-    with PlutoServer() as server:
-        rows = logged_by_killed_training(tmp_path, "pluto", "p", pluto_environment(server), moments(3), kill=kill)
-        run = server.run("killed")
-    assert_each_once(run, rows)
-    assert run.statuses == ["COMPLETED"]
-    assert not (tmp_path / ".pluto").exists()
 
 
 def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from faults.matrix import agent, until_logged
 from support import jobs
 from support.harness import ENDS, Job, ends, job, python, torchrun
-from support.wandb_server import WandbServer
 
 RANKS = 4
 SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
@@ -82,6 +81,7 @@ def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_
     assert done.runs[0].id.startswith("env-")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nodes", NODES)
 def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes):
     with job(tmp_path) as started:
@@ -172,17 +172,3 @@ def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
         found = started.outcome()
         assert (found.lost, found.leaked) == (0, ()), found.output
         assert (set(found.exit_codes), found.runs) == ({143}, 1)
-
-
-@pytest.mark.wide  # `test_shared.py` has one with the first rank
-def test_a_restart_resumes_the_shared_run_on_every_rank(tmp_path):
-    with WandbServer() as server:
-        options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]
-        program = [str(jobs.PROGRAMS / "shared_runs.py"), "restarted", "-1"]
-        done = jobs.run([*jobs.torchrun(*options), *program], tmp_path, server.environment)
-        (run,) = server.runs
-        assert (done.returncode, run.exit_codes[-1], run.state) == (0, 0, "finished"), done.output
-        everyone = [(rank, attempt) for attempt in range(3) for rank in range(3)]
-        assert sorted((row["rank"], row["attempt"]) for row in run.rows) == sorted(everyone)
-        for rank, attempt in everyone:
-            assert (tmp_path / f"seen-{rank}-{attempt}").read_text() == f"{run.id} {attempt > 0}"

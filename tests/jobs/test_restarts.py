@@ -226,28 +226,17 @@ def restarts(job: str) -> dict[str, Restart]:
     }
 
 
-# The first one, which all trackers have in `make test-all`, has the fewest processes.
-KINDS = sorted(restarts("any"), key=lambda kind: (kind != "a new process with run_file", kind))
-
-
-# Of each of them, another kind has the mode, the launcher and the sort of id.
-RARE = {
-    "torchrun in a batch job, a requeue, a run for each rank",
-    "a new torchrun with run_file",
-    "torchrun in a managed job of SkyPilot, a recovery",
-    "torchrun, its ranks after SIGKILL of rank 0",
-}
-
-
-def tier_of(kind: str) -> pytest.MarkDecorator | tuple[()]:
-    if kind in RARE:
-        return pytest.mark.wide
-    return () if "requeue" in kind or "run_file" in kind else pytest.mark.full
+def with_a_tracker_each(kinds: Sequence[str], default: Sequence[str]) -> pytest.MarkDecorator:
+    """Run each kind with one tracker, in turn; those of the default tier with W&B."""
+    others = {kind: TRACKERS[number % len(TRACKERS)] for number, kind in enumerate(kinds)}
+    params = [pytest.param("wandb", kind) for kind in default]
+    params += [pytest.param(others[kind], kind, marks=pytest.mark.full) for kind in kinds if kind not in default]
+    return pytest.mark.parametrize(("backend", "kind"), params, indirect=["backend"], scope="module")
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, marks=() if one in ("wandb", "trackio") else pytest.mark.full) for one in TRACKERS],
+    params=[pytest.param(one, marks=() if one == "wandb" else pytest.mark.full) for one in TRACKERS],
 )
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
@@ -299,10 +288,8 @@ def job(backend: Backend, tmp_path: Path) -> Job:
     return Job(backend, tmp_path)
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(one, marks=tier_of(one)) for one in KINDS],
+@with_a_tracker_each(
+    list(restarts("any")), ["a new process with run_file", "srun, a requeue", "torchrun in a batch job, a requeue"]
 )
 def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) -> None:
     restart = restarts(f"j{secrets.token_hex(4)}")[kind]
@@ -363,8 +350,7 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
 }
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("kind", SEVERAL)
+@with_a_tracker_each(list(SEVERAL), ["two trainings with one run_file", "two jobs of Slurm"])
 def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
     for attempt, tracking in SEVERAL[kind](f"j{secrets.token_hex(4)}"):
         job.run(attempt, tracking)
@@ -380,25 +366,12 @@ SCRIPTS: dict[str, Sequence[Sequence[tuple[str, str, dict[str, Any]]]]] = {
         [("train", "", {"tracking": file_of("a.json"), **KILLED})],
         [("train", "", {"tracking": file_of("a.json")}), ("train", "", {"first": 100})],
     ],
-    "each start has a temporary directory of its own": [
-        [("train", "TMPDIR=$(mktemp -d)", {}), ("train", "TMPDIR=$(mktemp -d)", {"first": 100})]
-    ],
-    "a stage that is done is left out": [
-        [("pretrain", "", {"first": 100}), ("train", "", KILLED)],
-        [("train", "", {})],
-    ],
-    "a stage that fails before its run is open": [
-        [("pretrain", "false &&", {}), ("train", "", KILLED)],
-        [("pretrain", "", {"first": 100}), ("train", "", {})],
-    ],
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
-@pytest.mark.parametrize(
-    "script", [pytest.param(one, marks=() if "run_file" in one else pytest.mark.wide) for one in SCRIPTS]
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script: str) -> None:
     number = f"j{secrets.token_hex(4)}"
     common = {"tracker": job.backend.name, "project": job.project, "rows": ROWS}
@@ -417,14 +390,12 @@ def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script:
     assert sorted(map(str, job.points.values())) == sorted(map(str, [requeued, other]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "run_file=.*/run.json.trackio cannot be read: .* This is a new run"),
         ('{"base_id": "../x", "project": null, "server": null, "has_ended": false}', "cannot be read"),
-        pytest.param('{"base_id": 3}', "cannot be read", marks=pytest.mark.wide),
-        pytest.param("[1]", "cannot be read", marks=pytest.mark.wide),
-        pytest.param("x" * (1 << 21), "cannot be read", marks=pytest.mark.wide),
         (
             '{"base_id": "x", "has_ended": false, "restart_count": "0", "after": null, "directory": "/gone"}',
             "cannot be read",
@@ -451,13 +422,13 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert job.kept()["has_ended"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(
     ("tracking", "variables"),
     [
         pytest.param({"run_file": "run.json"}, {}, id="run_file"),
         pytest.param({"id": "chosen"}, {}, id="id"),
-        pytest.param({}, {"WANDB_RUN_ID": "chosen"}, id="WANDB_RUN_ID", marks=pytest.mark.wide),
     ],
 )
 def test_a_later_job_tells_what_it_changes_and_keeps_the_earlier_ones_console(
@@ -477,22 +448,15 @@ def test_a_later_job_tells_what_it_changes_and_keeps_the_earlier_ones_console(
 
 
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
-@pytest.mark.parametrize(
-    ("tracking", "variables"),
-    [({"resume": "never"}, {}), pytest.param({}, {"WANDB_RESUME": "never"}, marks=pytest.mark.wide)],
-)
-def test_an_attempt_that_may_not_resume_has_a_run_of_its_own(
-    job: Job, tracking: dict[str, Any], variables: dict[str, str]
-) -> None:
+def test_an_attempt_that_may_not_resume_has_a_run_of_its_own(job: Job) -> None:
     number = f"j{secrets.token_hex(4)}"
     for attempt in range(2):
         settings = {"end": "raise"} if attempt == 0 else {}
-        job.run(
-            Attempt([{**in_slurm(number, attempt), **variables}], settings=settings, succeeds=attempt == 1), tracking
-        )
+        job.run(Attempt([in_slurm(number, attempt)], settings=settings, succeeds=attempt == 1), {"resume": "never"})
     assert list(job.points.values()) == [Counter(("rank0", n) for n in range(ROWS))] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     """A backup by `cp -al` of what a killed job has left, which is no other training's, and a symbolic link."""
@@ -544,6 +508,7 @@ def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job
     assert job.kept()["entity"] == "another-team"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_calls_of_a_process_have_a_file_each_and_a_retry_ends_those_that_have_failed(job: Job) -> None:
     script = job.directory / "script.py"
@@ -589,6 +554,7 @@ def test_calls_of_a_process_have_a_file_each_and_a_retry_ends_those_that_have_fa
     assert len({*before, *after, *run("none of two")}) == 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     (job.directory / "a-file").touch()
@@ -621,6 +587,7 @@ def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     assert [output.count("run_file=") for output in outputs] == [1, 0, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
     """As root, a name in /dev could be replaced."""
@@ -635,6 +602,7 @@ def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
     assert len(job.points) == 2
 
 
+@pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_another_users_file_stays_and_costs_a_warning(job: Job) -> None:
@@ -693,12 +661,8 @@ def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job)
     assert job.points[own_id] == Counter(("rank0", n) for n in (*range(100, 100 + ROWS), *range(2 * ROWS, 3 * ROWS)))
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["trackio", *(pytest.param(one, marks=pytest.mark.wide) for one in ("wandb", "mlflow", "pluto"))],
-    indirect=True,
-    scope="module",
-)
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     """Each node has its own working directory, and so a file of its own."""
     for number, settings in enumerate((KILLED, {})):
@@ -721,22 +685,7 @@ def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     )
 
 
-@pytest.mark.wide  # it waits longer than a store's answer may take
-@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
-def test_ranks_wait_for_a_first_rank_that_loads_its_data_before(job: Job) -> None:
-    script = job.directory / "late.py"
-    script.write_text(
-        "import os, sys, time\n"
-        "from flyteplugins_tracking import get_run, tracking_init\n"
-        "time.sleep(35 if os.environ['RANK'] == '0' else 0)\n"
-        "tracking_init(tracker='trackio', project=sys.argv[1], run_mode='new', run_file='run.json')(get_run)()\n"
-    )
-    done = jobs.run([*torchrun(), script, job.project], job.directory, job.backend.environment())
-    assert done.returncode == 0, done.output
-    assert done.output.count("waits until the first rank with a run calls the function") == 1
-    assert len(job.points) == 2
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
     """As Lustre without `flock`, which is not to be had here."""
@@ -766,6 +715,7 @@ def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
     assert all(output.count("its file system has no locks") == 1 for output in outputs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_stacked_trackers_have_a_file_each(job: Job) -> None:
     script = job.directory / "stacked.py"
@@ -789,6 +739,7 @@ def test_stacked_trackers_have_a_file_each(job: Job) -> None:
     assert {path.name for path in job.directory.glob("run.json*")} == {"run.json", "run.json.trackio"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_ranks_that_torchrun_starts_again_stay_in_the_files_run_if_rank_0_had_returned(job: Job) -> None:
     script = job.directory / "late.py"

@@ -1,4 +1,4 @@
-"""Jobs that write to one run: its owner, and its roles."""
+"""Jobs that write to one run: its owner, and its roles. Each row of each arrives once, whatever is killed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from support.backends import BACKENDS, WandbBackend
-from support.kills import kill_with_children
+from support.kills import kill_with_children, moments
 from support.loopback import Fault
 from support.roles import Roles
 from support.vendors import skip_where_lost
 from support.wandb_server import WandbServer
 
 ROLES = ["rollout-0", "rollout-1"]
+_random = random.Random(7)
 
 
 @pytest.fixture
@@ -107,6 +108,7 @@ def require_axes_and_configs(job):
     assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
 
 
+@pytest.mark.full
 def test_offline_roles_are_sent_into_a_live_run(job):
     owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
     job.wait("open-owner", owner)
@@ -192,6 +194,7 @@ def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
     assert job.stored.config["lr"] == 3
 
 
+@pytest.mark.full
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
     assert done.returncode == 0
@@ -199,6 +202,7 @@ def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     assert "rename" not in job.run("rollout-1", rows=5, key="rollout-0/rank0").output
 
 
+@pytest.mark.full
 def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.run(roles=ROLES, rows=3).returncode == 0
     before = job.stored
@@ -208,6 +212,7 @@ def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.stored == before
 
 
+@pytest.mark.full
 def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -231,28 +236,6 @@ def test_several_roles_that_wait_for_their_run_all_join(job):
     for name in ("owner", *names):
         assert job.arrived(name) == job.logged(name)
     assert {name: job.stored.config[name] for name in names} == {name: {"of": name} for name in names}
-
-
-@pytest.mark.wide
-def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(job):
-    """Each is a process with a wandb-core of its own: together they take about 4 GB."""
-    names = [f"rollout-{number}" for number in range(50)]
-    owner = job.start(roles=names, rows=5, ends="stop")
-    job.wait("open-owner", owner)
-    more, patient = {"rows": 20, "begins": "all-are-there"}, {"init_timeout_s": 400, "kill_after_s": 400}
-    many = [job.start(name, arguments={"config": {"of": name}, **patient}, **more) for name in names]
-    for name, process in zip(names, many, strict=True):
-        job.wait(f"pid-{name}", process)
-    job.go("all-are-there")
-    assert {job.finish(one, 500).returncode for one in many} == {0}
-    job.go("stop")
-    assert job.finish(owner).returncode == 0
-    stored = job.stored
-    for name in names:
-        arrived = {value: count for (key, value), count in stored.points.items() if key == f"{name}/rank0"}
-        assert arrived == job.logged(name)
-    assert {name: stored.config[name] for name in names} == {name: {"of": name} for name in names}
-    assert (stored.status, len(job.server.runs[0].clients)) == ("finished", 51)
 
 
 @pytest.mark.full
@@ -339,6 +322,7 @@ def test_what_a_role_does_with_the_run_object_is_its_own(job):
     assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
+@pytest.mark.full
 def test_columns_that_a_role_defines_are_its_own(job):
     """The recording server keeps the definitions of the last writer only."""
     owner = job.start(roles=ROLES, rows=1, ends="stop")
@@ -365,6 +349,7 @@ def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.stored.status == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(job, order):
     """The primary may open the run after another node of its job."""
@@ -389,6 +374,7 @@ def variables_of(node):
     return {name: str(value) for name, value in of_rank.items()}
 
 
+@pytest.mark.full
 def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
     """The owner is stopped, and a role ends; then the owner is back, and has logged little, when another role ends."""
     with BACKENDS["wandb"](tmp_path / "server") as running:
@@ -411,6 +397,7 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
+@pytest.mark.full
 def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(job):
     """The owner resumes with the summary that the run had before."""
     owner = job.start(roles=ROLES, rows=1, ends="never")
@@ -457,6 +444,7 @@ def test_a_slurm_array_has_a_role_for_each_task(job):
         assert job.arrived(name) == job.logged(name)
 
 
+@pytest.mark.full
 def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
     """Also after rows that it was given steps for, and after a kill."""
     with WandbServer(replaces=True) as server:
@@ -480,6 +468,7 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
+@pytest.mark.full
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -513,6 +502,7 @@ def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
 # A service whose answers are old
 
 
+@pytest.mark.full
 def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(job):
     """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
     owner = job.start(roles=ROLES, rows=3, ends="stop", how="exit 3")
@@ -551,6 +541,7 @@ def killed_with_rows_left(job, rows=3000):
     return owner
 
 
+@pytest.mark.full
 def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(job):
     owner = killed_with_rows_left(job)
     job.server.operations.clear()
@@ -562,6 +553,7 @@ def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(j
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
+@pytest.mark.full
 def test_rows_that_a_kill_has_left_are_sent_beside_the_function(job):
     """W&B does not say which rows it has before the function has begun; or never: then the command sends them."""
     owner = killed_with_rows_left(job)
@@ -582,3 +574,95 @@ def test_rows_that_a_kill_has_left_are_sent_beside_the_function(job):
     for name in ("owner", "rollout-0"):
         assert job.arrived(name) == job.logged(name)
     assert job.stored.status == "finished"
+
+
+def require_each_row_once(job, *names):
+    for name in names:
+        assert job.logged(name), name
+        assert job.arrived(name) == job.logged(name), name
+    assert job.server.runs[0].mixed_writers is False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["rollout-0", pytest.param("owner", marks=pytest.mark.wide)])
+def test_a_job_that_is_killed_again_and_again_loses_no_row(job, victim):
+    """The other job logs meanwhile, and is not disturbed."""
+    other = "owner" if victim == "rollout-0" else "rollout-0"
+    settings = {"owner": {"role": None, "roles": ROLES}, "rollout-0": {"role": "rollout-0"}}
+    watched = job.start(**settings["owner"], rows=400, pause_s=0.01, ends="stop") if other == "owner" else None
+    first = 0
+    for _ in range(moments(2)):
+        process = job.start(**settings[victim], first=first, rows=10_000, pause_s=0.003)
+        job.wait(f"open-{victim}", process)
+        if watched is None:
+            watched = job.start(**settings[other], rows=400, pause_s=0.01, ends="stop")
+        time.sleep(_random.random() * 2)
+        job.kill(victim, process)
+        (job.directory / f"open-{victim}").unlink()
+        first += 10_000
+    done = job.run(**settings[victim], first=first, rows=50)
+    assert done.returncode == 0, done.output
+    job.go("stop")
+    assert watched is not None
+    assert job.finish(watched).returncode == 0
+    require_each_row_once(job, "owner", "rollout-0")
+    (run,) = job.server.runs
+    assert run.state == "finished"
+
+
+@pytest.mark.full
+def test_a_role_logs_through_an_outage(job):
+    owner = job.start(roles=ROLES, rows=100, pause_s=0.01, ends="stop")
+    role = job.start("rollout-0", rows=100, pause_s=0.05, ends="stop")
+    job.wait("open-rollout-0", role)
+    with job.server.failing(Fault.status(503)) as fault:
+        job.server.wait_for(lambda: fault.hits > 2)
+    job.go("stop")
+    assert [job.finish(one).returncode for one in (role, owner)] == [0, 0]
+    require_each_row_once(job, "owner", "rollout-0")
+
+
+@pytest.mark.full
+def test_two_processes_with_one_role_lose_no_row(job):
+    """By mistake. One is killed, and two are started then: one of them sends its rows."""
+    owner = job.start(roles=ROLES, rows=10, ends="stop")
+    pair = [job.start("rollout-0", first=first, rows=150, pause_s=0.01, ends="stop") for first in (0, 1000)]
+    for process in pair:
+        job.wait("open-rollout-0", process)
+    job.wait("logs-no-more-rollout-0", owner)
+    job.kill("rollout-0", owner, waits=False)  # one of the two: that which has written its id last
+    later = [job.start("rollout-0", first=first, rows=10) for first in (2000, 3000)]
+    assert [job.finish(one).returncode for one in later] == [0, 0]
+    job.go("stop")
+    for process in (*pair, owner):
+        job.finish(process)
+    require_each_row_once(job, "owner", "rollout-0")
+
+
+@pytest.mark.full
+def test_nodes_that_share_a_run_lose_no_row(job):
+    """Both are killed again and again."""
+
+    def start(first, rows):
+        settings = {"rows": rows, "first": first, "pause_s": 0.003, "arguments": {"run_mode": "shared"}}
+        return [
+            job.start(name=f"node-{node}", key=f"rank{node}", env=node_variables(node), **settings) for node in (0, 1)
+        ]
+
+    for attempt in range(moments(2)):
+        pair = start(10_000 * attempt, 10_000)
+        for node, process in enumerate(pair):
+            job.wait(f"open-node-{node}", process)
+        time.sleep(_random.random() * 2)
+        for node, process in enumerate(pair):
+            job.kill(f"node-{node}", process)
+            (job.directory / f"open-node-{node}").unlink()
+    done = [job.finish(process) for process in start(1_000_000, 20)]
+    assert [one.returncode for one in done] == [0, 0], [one.output for one in done]
+    require_each_row_once(job, "node-0", "node-1")
+
+
+def node_variables(node):
+    """The variables of a node with one rank, without a store that the nodes share."""
+    of_rank = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": node}
+    return {name: str(value) for name, value in of_rank.items()}

@@ -89,6 +89,7 @@ def test_a_file_of_another_user_is_named_and_does_not_keep_others_from_being_sen
     assert f"cannot send: {kept} has nothing of a run" in unread.output
 
 
+@pytest.mark.full
 @needs_root
 def test_a_directory_on_a_read_only_file_system_is_refused_with_that_cause(tmp_path):
     (directory,) = offline_runs(tmp_path, 5)
@@ -303,6 +304,7 @@ def kept_run(directory: Path, tracker: str, *keys: str, **changes: object) -> Pa
 OWN = "http://127.0.0.1:9"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("tracker", "arguments", "variable"),
     [
@@ -329,6 +331,7 @@ def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
     assert [path.suffix for path in directory.iterdir()] == [".txt"]  # nothing was begun
 
 
+@pytest.mark.full
 def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
     tmp_path, bare_environment, monkeypatch, capsys
 ):
@@ -345,6 +348,7 @@ def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
     assert main([str(directory)]) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
@@ -361,6 +365,7 @@ def test_the_command_sets_the_variables_of_the_servers_that_arguments_name(argum
     assert how_to_send("x", arguments) == command
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes", [{"id": "../../x"}, {"id": 5}, {"attempt": "x"}, {"arguments": []}, {"run_metadata": None}]
 )
@@ -368,6 +373,15 @@ def test_a_header_that_names_no_run_is_refused_in_words(tmp_path, capsys, change
     assert main([str(kept_run(tmp_path / "kept", "trackio", **changes))]) == 1
     assert "cannot send: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_run_that_another_node_has_just_written_is_not_sent_though_no_lock_is_seen(tmp_path, capsys):
+    directory = kept_run(tmp_path / "kept", "trackio", host="another-node")
+    assert main([str(directory)]) == 1
+    assert f"a process is writing to {directory}, or was just now" in capsys.readouterr().err
+    (journal,) = stored(directory)
+    os.utime(journal.path, (0, 0))
+    assert main([str(directory)]) == 0
 
 
 def test_a_module_in_the_working_directory_is_not_run(tmp_path):

@@ -94,6 +94,7 @@ def assert_each_row_once(run: RecordedRun, counts: Sequence[int]) -> None:
     assert run.rows_overwritten == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", [pytest.param(name, marks=tier_of(name)) for name in ORDERS])
 def test_attempts_that_are_sent_take_no_row_and_no_end_of_others(tmp_path, order):
     """The run has each row once, and is left as its last attempt has left it."""
@@ -141,6 +142,7 @@ def test_the_next_attempt_sends_what_another_disk_has_taken_the_steps_of(tmp_pat
         assert server.run("run").summary["attempt"] == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", [pytest.param("here", marks=pytest.mark.full), "elsewhere"])
 def test_a_run_that_is_open_is_left_alone(tmp_path, place):
     """Two writers of one run count its lines apart, and overwrite each other's."""
@@ -220,6 +222,7 @@ def test_a_shared_run_that_has_gone_on_online_keeps_its_end(tmp_path):
             assert "failure/type" not in run.summary
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.wide)])
 def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path, tracker):
     """The later one has not seen the directory: it logged on another disk."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import jobs
-from support.harness import ENDS, FRESH_S, Job, ends, flyte, job, python, torchrun
+from support.harness import ENDS, Job, ends, job, python, torchrun
 from support.loopback import Fault
 from support.waiting import stop
 from support.wandb_server import WandbServer
@@ -93,22 +93,6 @@ def test_every_row_of_every_rank_arrives_through_a_client_of_its_own(tmp_path, n
             assert (len(run.clients), len(run.senders)) == (writers, writers)
             assert (run.mixed_writers, run.rows_overwritten) == (False, 0)
             assert (run.exit_codes, run.config["tracking_init"]["world_size"]) == ([0], 4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("task", ["fork", pytest.param("spawn", marks=pytest.mark.wide)])
-def test_the_ranks_of_flytes_elastic_workers_have_a_client_each(tmp_path, task):
-    with job(tmp_path) as started:
-        settings = ends("until go", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)
-        started.start(flyte(), PROMPT, **settings)
-        for rank in range(2):
-            started.wait_for(f"ready {rank} 0")
-        cores = started.pids("wandb-core")
-        started.go()
-        found = started.outcome()
-        assert (found.returncode, found.lost, found.exit_codes, found.leaked) == (0, 0, (0,), ()), found.output
-        assert (len(cores), len(started.server.runs[0].senders)) == (2, 2)
-        assert len(sequences(started.server.runs[0].rows)) == 2
 
 
 @pytest.mark.full
@@ -246,18 +230,6 @@ def test_metrics_have_the_ranks_prefix(tmp_path):
             assert watched[f"rank_{rank}/gradients/weight"]["_type"] == "histogram"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_a_shared_run_works_without_a_server(tmp_path, mode):
-    with WandbServer() as server:
-        reports = features(tmp_path, server, {"WANDB_MODE": mode}, id=mode)
-        assert [report["is_run"] for report in reports] == [True] * 3
-        assert [report["refused"] != [] for report in reports] == [False, True, True]
-        stored = [run for run in read_runs(tmp_path) if not run.id.startswith(("own-", "later-"))]
-        assert (server.runs, len(stored)) == ([], 3 if mode == "offline" else 0)
-        assert all(any("after_finish" in row for row in run.rows) for run in stored)
-
-
 def place(rank: int, ranks: int = 2) -> dict[str, str]:
     """The variables of a rank that nobody has launched, and nobody kills when another one dies."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
@@ -267,12 +239,6 @@ def place(rank: int, ranks: int = 2) -> dict[str, str]:
 def rank_alone(rank: int, **tracking: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """The variables and settings of one of two ranks."""
     return place(rank), ends("return", tracking={**GIVEN, **tracking})
-
-
-def by_hand(job: Job, ranks: int, how: str | dict[str, str], **settings: Any) -> None:
-    """Start the ranks without an agent."""
-    for rank in range(ranks):
-        job.start(python(), {**PROMPT, **place(rank, ranks)}, **ends(how, tracking=GIVEN, **settings))
 
 
 def test_a_rank_does_not_wait_for_its_primary(tmp_path):
@@ -344,6 +310,7 @@ def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
         assert sorted(row["number"] for row in run.rows) == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_a_run_that_another_rank_has_logged_to_before_is_no_resumed_one(tmp_path):
     """A script that loads its checkpoint if `run.resumed` would look for one that nobody has written."""
     with WandbServer() as server:
@@ -362,29 +329,6 @@ def send_all(job: Job) -> None:
     command = [sys.executable, "-m", "flyteplugins_tracking", "send", job.directory / "wandb"]
     done = jobs.run(command, job.directory, job.server.environment)
     assert done.returncode == 0, done.output
-
-
-@pytest.mark.full
-def test_no_row_is_lost_when_ranks_are_killed_or_exit_at_once(tmp_path):
-    """The primary among them. The others go on, and what a killed rank has left is sent by one command."""
-    with job(tmp_path) as started:
-        how = {"0": "until go", "1": "until go", "2": "os._exit 0", "3": "until go"}
-        by_hand(started, 4, how, step_s=0.05)
-        victims = [started.wait_for(f"ready {rank} 0")[0] for rank in (0, 1)]
-        started.wait_for("ready 3 0")
-        for victim in victims:
-            started.signal(victim, signal.SIGKILL)
-        (silent,) = started.wait_for("ready 2 0")
-        started.log_more(rows=20, but_not={*victims, silent})
-        started.go()
-        found = started.outcome()
-        assert found.slowest_log_s < jobs.TIME_SCALE
-        assert found.leaked == ()
-        own = {pid for pid in found.notes if pid not in (*victims, silent)}
-        assert {pid for pid, _ in found.logged - found.arrived} & own == set()
-        send_all(started)
-        found = started.outcome()
-        assert (found.lost, found.duplicates) == (0, 0), found.output
 
 
 @pytest.mark.full
@@ -455,19 +399,6 @@ def test_a_run_of_several_nodes_ends_with_the_last_one(tmp_path):
 
 
 @pytest.mark.full
-def test_a_restart_resumes_the_run_on_every_rank(tmp_path):
-    with WandbServer() as server:
-        options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]
-        done = jobs.run([*jobs.torchrun(*options), str(RUNS), "restarted"], tmp_path, server.environment)
-        (run,) = server.runs
-        assert (done.returncode, run.exit_codes, run.state) == (0, [1, 1, 0], "finished"), done.output
-        everyone = [(rank, attempt) for attempt in range(3) for rank in range(3)]
-        assert sorted((row["rank"], row["attempt"]) for row in run.rows) == sorted(everyone)
-        for rank, attempt in everyone:
-            assert (tmp_path / f"seen-{rank}-{attempt}").read_text() == f"{run.id} {attempt > 0}"
-
-
-@pytest.mark.full
 def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
     with job(tmp_path) as started:
         settings = ends("until go", tracking={**GIVEN, "init_timeout_s": 15})
@@ -515,22 +446,6 @@ def test_sigterm_while_the_writer_waits_for_its_neighbours_keeps_their_rows(tmp_
         found = started.outcome()
         assert (found.lost, found.exit_codes, found.leaked) == (0, (143,), ()), found.output
         assert "kill_after_s" not in found.output
-
-
-@pytest.mark.full
-def test_when_the_core_of_a_rank_is_killed_that_rank_goes_on_in_another(tmp_path):
-    with job(tmp_path) as started:
-        started.start(torchrun(ranks=3), PROMPT, **ends("until go", with_step=True, tracking=GIVEN))
-        for rank in range(3):
-            started.wait_for(f"ready {rank} 0")
-        started.signal(started.pids("wandb-core")[0], signal.SIGKILL)
-        time.sleep(FRESH_S)
-        started.log_more(rows=40)
-        started.go()
-        found = started.outcome()
-        assert (found.returncode, found.exit_codes, found.leaked) == (0, (0,), ()), found.output
-        assert (found.lost, found.duplicates) == (0, 0)
-        assert found.output.count("wandb-core has died") == 1
 
 
 def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):

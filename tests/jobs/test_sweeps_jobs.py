@@ -95,6 +95,7 @@ def test_nothing_of_a_sweep_is_left_behind(plain):
     assert (left["session"], left["end"]) == ([None, None], None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "env", "message"),
     [
@@ -115,6 +116,7 @@ def test_without_wandb_the_error_names_the_command(tmp_path):
     assert 'TrackerNotInstalledError pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.wide)])
 def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
     """A run for each trial, or for each of its ranks in "new". All ranks have its parameters."""
@@ -136,6 +138,7 @@ def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
     assert [runs[run_id].sweep for run_id in sweep.run_ids] == [sweep.id] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "where"),
     [

@@ -60,32 +60,11 @@ def ragged_nodes(tmp_path_factory: pytest.TempPathFactory):
     return jobs.nodes(directory, [3, 1], ["--rdzv-id=job"], tracking={"run_mode": "new", "rank_scope": "worker"})
 
 
-@pytest.mark.parametrize("rank_scope", ["global", "worker"])
-@pytest.mark.parametrize("run_mode", ["auto", "new"])
-def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ranks, run_mode, rank_scope):
-    done = four_ranks(run_mode, rank_scope)
-    assert done.job.returncode == 0, done.job.output
-    opened = [report["run_id"] for report in done.reports if report["run_id"]]
-    assert sorted(run.id for run in done.runs) == sorted(opened)
-    assert len(set(opened)) == len(opened) == (1 if run_mode == "auto" else FOUR)
-    for run in done.runs:
-        assert [row["row"] for row in run.rows] == [0, 1, 2]
-        assert run.exit_code == 0
-        assert run.config["lr"] == 0.1
-        assert run.config["tracking_init"] == {
-            "world_size": FOUR,
-            "num_workers": 1,
-            "local_world_size": FOUR,
-            "launcher": "torchelastic",
-            "restart_count": 0,
-        }
-        assert (run.name, run.tags) == ("n", ("t",))
-
-
 def test_a_plain_function_under_torchrun_has_one_run_for_all_ranks(four_ranks):
     assert len(four_ranks("auto", "global").runs) == 1
 
 
+@pytest.mark.full
 def test_ids_and_groups_follow_the_table(four_ranks):
     base = four_ranks("auto", "global").runs[0]
     assert base.group == ""
@@ -150,32 +129,6 @@ def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shared_store", [True, False])
-def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_store):
-    env = {} if shared_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")]
-    done = jobs.run([*command, *jobs.train(end={"1": "raise"}, tracking={"run_mode": "new"})], tmp_path, env)
-    assert done.returncode == 0, done.output
-    by_rank = {rank: [run for run in done.runs if run.id.endswith(f"-rank-{rank}")] for rank in (0, 1)}
-    for rank, attempts in by_rank.items():
-        assert len({run.id for run in attempts}) == 1
-        restarted = [run for run in attempts if run.config["tracking_init"]["restart_count"] == 1]
-        assert [run.exit_code for run in restarted] == [0]
-        assert [row["attempt"] for run in restarted for row in run.rows] == [1, 1, 1]
-        failed = [run for run in attempts if run.config["tracking_init"]["restart_count"] == 0]
-        # Rank 0 had returned, was ended because of rank 1, or had not opened its run yet.
-        assert [run.exit_code for run in failed] in ([[1]] if rank else [[0], [1], [None]])
-
-
-@pytest.mark.full
-def test_a_restarted_single_process_goes_on_with_the_same_run(tmp_path):
-    done = jobs.one_node(tmp_path, 1, ["--max-restarts=1"], end={"0": "raise"})
-    assert done.returncode == 0, done.output
-    assert [run.exit_code for run in done.runs] == [1, 0]
-    assert len({run.id for run in done.runs}) == 1
-
-
-@pytest.mark.full
 def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
@@ -202,18 +155,6 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     assert [run.exit_code for run in done.runs if run.config.get("tracking_init", {}).get("restart_count") == 1][
         :1
     ] == [0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("start", "parent"), [("fork", "tracked"), ("spawn", "plain")])
-def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, parent):
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(jobs.PROGRAMS / "pool.py"), start, parent]
-    done = jobs.run(command, tmp_path)
-    assert done.returncode == 0, done.output
-    assert "could not be finished" not in done.output
-    assert len({run.id for run in done.runs}) == len(done.runs) == (5 if parent == "tracked" else 4)
-    assert sorted(len(run.rows) for run in done.runs) == [*([1] if parent == "tracked" else []), 20, 20, 20, 20]
-    assert {run.exit_code for run in done.runs} == {0}
 
 
 @pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.full), "new"])
@@ -258,23 +199,6 @@ def test_virtual_local_ranks_are_refused(tmp_path):
     assert "TopologyError: LOCAL_RANK=0 contradicts RANK=1 and GROUP_RANK=0" in done.output
 
 
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [
-        ("raise", 1),
-        pytest.param(3, 3, marks=pytest.mark.full),
-        pytest.param("a message", 1, marks=pytest.mark.full),
-        (0, 0),
-        pytest.param("interrupt", 130, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_the_runs_exit_code_is_the_processs(tmp_path, how, code):
-    done = jobs.python(tmp_path, *jobs.train(end={"0": how}))
-    assert [run.exit_code for run in done.runs] == [code]
-    assert (done.returncode == 0) == (code == 0)
-
-
 def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_ranks(tmp_path):
     done = jobs.one_node(tmp_path, 2, calls=2, tracking={"run_mode": "new"})
     assert done.returncode == 0, done.output
@@ -305,19 +229,6 @@ def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tm
     assert len(done[0].runs) == (1 if run_mode == "auto" else 3)
     assert len({run.group or run.id for run in done[0].runs}) == 1
     assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("run_mode", "process_group", "runs"), [("new", "group", 8), ("new", "tcp", 8), ("auto", "none", 4)]
-)
-def test_jobs_that_one_process_spawns_one_after_the_other_are_not_the_same_run(tmp_path, run_mode, process_group, runs):
-    """torch.multiprocessing.spawn: the parent's process is no name for a job."""
-    ports = [str(jobs.free_port()) for _ in range(2)]
-    done = jobs.python(tmp_path, jobs.PROGRAMS / "spawner.py", run_mode, process_group, *ports)
-    assert done.returncode == 0, done.output
-    assert len({run.id for run in done.runs}) == len(done.runs) == runs
-    assert len({run.group or run.id for run in done.runs}) == 4  # 2 jobs that train twice
 
 
 def test_a_plain_process_makes_a_new_run_each_time(tmp_path: Path):

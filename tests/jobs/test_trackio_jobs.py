@@ -314,6 +314,7 @@ def test_a_rank_that_finds_no_run_raises_with_a_fix(tmp_path):
     assert "set TRACKIO_DIR to a directory that they all share" in done.output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("directory", ["default", "chosen"])
 def test_files_that_would_end_with_a_pod_are_named(tmp_path, directory):
     done = python(tmp_path, "names_unsent_files", directory)

@@ -57,17 +57,6 @@ def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_
     assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
 
 
-@pytest.mark.wide
-def test_a_long_end_says_what_it_waits_for(tmp_path):
-    with WandbServer() as server:
-        server.fault = Fault.slow(40, only="upload")
-        done = jobs.finish(start(server, tmp_path, files=["artifact"]), tmp_path)
-        assert (server.run("r").state, server.run("r").committed.keys()) == ("finished", {"weights"}), done.output
-    assert done.returncode == 0
-    assert "W&B: run r: the end has waited 3" in done.output
-    assert "0.2 of 0.2 MB of files are uploaded; uploading artifact weights" in done.output
-
-
 @pytest.mark.parametrize("fault", [Fault.refuse(), pytest.param(Fault.status(503), marks=pytest.mark.full)])
 def test_an_upload_goes_on_after_an_outage_that_is_short(tmp_path, fault):
     with WandbServer() as server:
@@ -152,15 +141,6 @@ def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["thread", pytest.param("async", marks=pytest.mark.wide)])
-def test_an_end_in_a_thread_and_of_an_async_function_is_an_ordinary_one_too(tmp_path, place):
-    with WandbServer() as server:
-        server.fault = Fault.slow(SLOW_S, only="upload")
-        done = jobs.finish(start(server, tmp_path, files=["artifact"], place=place, **BOUNDED), tmp_path)
-        assert (server.run("r").state, server.run("r").committed.keys()) == ("finished", {"weights"}), done.output
-
-
-@pytest.mark.full
 def test_what_another_node_uploads_arrives_though_the_primary_has_ended_the_run(tmp_path):
     with WandbServer() as server:
         server.fault = Fault.slow(SLOW_S, only="upload")
@@ -199,6 +179,7 @@ def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> 
     assert (again.returncode, len(server.run("r").rows), len(server.run("r").artifacts)) == (0, 5, len(run.artifacts))
 
 
+@pytest.mark.full
 def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.status(503)):
@@ -211,6 +192,7 @@ def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["taken", "gone", pytest.param("refused", marks=pytest.mark.wide)])
 def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
     """`wandb sync` ends with 0 in any case."""
@@ -233,6 +215,7 @@ def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("files", "named"),
     [

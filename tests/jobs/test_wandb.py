@@ -163,6 +163,7 @@ def test_a_new_run_inside_a_run_leaves_the_outer_one_open(tmp_path):
     assert [row["outer"] for row in stored["outer"].rows] == [1]
 
 
+@pytest.mark.full
 def test_trainings_in_several_threads_open_their_runs(tmp_path):
     """wandb's settings, read by the first thread, are seen half read by a second."""
     done = runs(tmp_path, "in_threads")
@@ -185,6 +186,7 @@ def test_a_child_of_a_process_with_a_wandb_service_keeps_its_rows(tmp_path):
     assert {run.id: (run.exit_code, len(run.rows)) for run in done.runs} == {"parent": (0, 0), "child": (0, 1)}
 
 
+@pytest.mark.full
 def test_the_variable_of_a_wandb_service_that_has_ended_is_ignored(tmp_path):
     done = train(tmp_path, WANDB_SERVICE="3-1-tcp-localhost-9")
     assert done.returncode == 0, done.output
@@ -233,16 +235,6 @@ def assert_only_offline(directory: Path, runs: int) -> None:
 
 
 @pytest.mark.full
-def test_a_run_that_goes_on_offline_beside_another_run_leaves_no_empty_directory(tmp_path):
-    """wandb-core keeps the other run, and so it cannot be started anew."""
-    env = {**ONLINE, "WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": KEY}
-    done = jobs.python(tmp_path, RUNS, "goes_offline_beside_another_run", env=env)
-    assert done.returncode == 0, done.output
-    assert sorted([row["x"] for row in run.rows] for run in done.runs) == [[1], [2, 3]], done.output
-    assert_only_offline(tmp_path / "wandb", runs=2)
-
-
-@pytest.mark.full
 def test_what_follows_wandb_cores_death_is_kept_if_the_server_is_gone_too_and_sent_by_the_printed_command(tmp_path):
     with WandbServer() as server:
         process = jobs.start([sys.executable, RUNS, "dies_when_the_server_is_gone"], tmp_path, server.environment)
@@ -281,16 +273,7 @@ def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jo
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 
 
-@pytest.mark.parametrize("run_mode", ["shared", pytest.param("auto", marks=pytest.mark.wide)])
-def test_a_run_ends_in_spite_of_four_wandb_cores_that_die_while_it_ends(tmp_path, run_mode):
-    with WandbServer() as server:
-        done = jobs.python(tmp_path, RUNS, "dies_while_it_ends", run_mode, env=server.environment)
-        assert done.returncode == 0, done.output
-        (run,) = server.runs
-        assert [row["x"] for row in run.rows] == list(range(14)), done.output
-        assert (run.exit_codes, run.state) == ([0], "finished")
-
-
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["closed", "hangs"])
 def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tmp_path, how):
     """wandb itself waits for it without a limit."""
@@ -379,6 +362,7 @@ def test_the_client_reports_no_errors_of_its_own(tmp_path):
     assert "--no-observability" in of_core
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path, mode):
     """What is logged then is kept, and sent when the function ends; of a run that is offline, when that is sent."""
@@ -424,6 +408,7 @@ def test_empty_variables_of_wandb_count_as_not_set(tmp_path):
     assert len(done.runs) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variables", "named"),
     [

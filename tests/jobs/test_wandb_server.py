@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
-import signal
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 from support import jobs
-from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+pytestmark = pytest.mark.full
 
 QUICK = {  # whole seconds, or wandb takes its own: 15 s between transmissions, 2-60 s between retries
     "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1",
@@ -64,37 +61,10 @@ def values(run) -> list[int]:
     return [row["x"] for row in run.rows]
 
 
-def test_a_run_is_recorded_with_all_that_belongs_to_it(server, tmp_path):
-    done = train(server, tmp_path, "everything")
-    assert done.returncode == 0, done.output
-    run = server.run("i")
-    assert (run.entity, run.project, run.group, run.name) == ("e", "p", "g", "n")
-    assert (run.tags, run.notes, run.job_type, run.config) == (["t"], "no", "j", {"a": {"b": 1}, "late": 2})
-    assert [(row["_step"], row.get("x")) for row in run.rows] == [(0, 1), (1, 3), (2, 2), (3, None)]
-    assert run.summary["x"] == {"max": 3}
-    assert (run.state, run.exit_codes) == ("finished", [0])
-    assert any("on the console" in line for line in run.log)
-    assert "model-of-i" in run.artifacts
-    assert any(name.endswith(".table.json") for name in run.files)
-    assert (len(run.senders), run.open_connections, run.clients, run.mixed_writers) == (1, 0, frozenset(), False)
-    assert server.unknown_operations == []
-
-
-def test_a_resumed_run_continues(server, tmp_path):
-    for attempt in ("1", "0"):
-        done = train(server, tmp_path, "attempt", attempt, "allow")
-        assert done.returncode == int(attempt), done.output
-    run = server.run("r")
-    assert [(row["_step"], row["x"]) for row in run.rows] == [(0, 10), (1, 11), (2, 12), (3, 0), (4, 1), (5, 2)]
-    assert (run.state, run.exit_codes, run.config) == ("finished", [1, 0], {"1": 1, "0": 1})
-    assert (run.rows_overwritten, run.rows_after_completion) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("counts_on_upsert", "kept", "overwritten"),
     [(False, [20, 21, 22], 3), (True, [10, 11, 12, 20, 21, 22], 0)],
 )
-@pytest.mark.full
 def test_a_run_that_is_not_resumed_is_overwritten_unless_it_was_counted(tmp_path, counts_on_upsert, kept, overwritten):
     with WandbServer(counts_on_upsert=counts_on_upsert) as server:
         for attempt in ("1", "2"):
@@ -104,13 +74,6 @@ def test_a_run_that_is_not_resumed_is_overwritten_unless_it_was_counted(tmp_path
     assert (run.state, run.exit_codes, run.rows_overwritten) == ("failed", [1, 2], overwritten)
 
 
-def test_a_run_that_does_not_exist_cannot_be_resumed(server, tmp_path):
-    done = train(server, tmp_path, "attempt", "0", "must")
-    assert "does not exist" in done.output
-    assert server.runs == []
-
-
-@pytest.mark.full
 def test_shared_writers_keep_their_rows_apart_and_one_that_is_not_shared_is_noticed(server, tmp_path):
     writers = [start(server, tmp_path, "shared_writer", writer) for writer in ("1", "2")]
     for writer in writers:
@@ -120,130 +83,6 @@ def test_shared_writers_keep_their_rows_apart_and_one_that_is_not_shared_is_noti
     assert (len(run.clients), len(run.senders), run.exit_codes, run.mixed_writers) == (2, 2, [0], False)
     train(server, tmp_path, "shared_writer", "0")
     assert run.mixed_writers
-
-
-def test_a_wrong_key_is_refused_at_once(server, tmp_path):
-    """Not tried again and again, until wandb gives up."""
-    done = train(server, tmp_path, "opens_only", WANDB_API_KEY="0" * 40)
-    assert "user is not logged in" in done.output
-    assert server.runs == []
-
-
-def wait_for_more(directory: Path, rows: int = 50) -> None:
-    """Wait until the client has logged so many more rows."""
-
-    def logged() -> int:
-        path = Path(directory, "logged")
-        return int(path.read_text() or 0) if path.exists() else 0
-
-    before = logged()
-    while logged() < before + rows:
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault.refuse(),
-        pytest.param(Fault.mute(), marks=pytest.mark.full),
-        pytest.param(Fault.slow(0.3), marks=pytest.mark.full),
-        pytest.param(Fault.status(500), marks=pytest.mark.full),
-        pytest.param(Fault.status(429, retry_after_s=0.5), marks=pytest.mark.full),
-        pytest.param(Fault.status(503, only="filestream"), marks=pytest.mark.full),
-    ],
-    ids=lambda fault: f"{fault.kind} {fault.code or ''}",
-)
-def test_no_row_is_lost_in_a_fault_that_passes(server, tmp_path, fault):
-    process = start(server, tmp_path, "until_stopped")
-    server.wait_for(lambda: server.run("r").rows)
-    run = server.run("r")
-    with server.failing(fault):
-        server.wait_for(lambda: fault.hits)
-        wait_for_more(tmp_path)
-    seen = len(run.rows)
-    server.wait_for(lambda: len(run.rows) > seen, 120)
-    (tmp_path / "stop").touch()
-    done = jobs.finish(process, tmp_path)
-    logged = int(done.output.split("LOGGED")[1])
-    assert values(run) == list(range(logged))
-    assert (run.state, run.exit_codes, run.rows_overwritten) == ("finished", [0], 0)
-    assert run.connections == (2 if fault.kind == "refuse" else 1)
-
-
-@pytest.mark.full
-def test_the_client_gives_up_at_a_400_and_the_run_stays_open(server, tmp_path):
-    process = start(server, tmp_path, "until_stopped")
-    server.wait_for(lambda: server.run("r").rows)
-    with server.failing(Fault.status(400, only="filestream")) as fault:
-        server.wait_for(lambda: fault.hits)
-    (tmp_path / "stop").touch()
-    done = jobs.finish(process, tmp_path)
-    run = server.run("r")
-    assert done.returncode == 0
-    assert (run.state, run.exit_codes) == ("running", [])
-    assert len(run.rows) < int(done.output.split("LOGGED")[1])
-
-
-def test_a_killed_process_leaves_its_run_open(server, tmp_path):
-    process = start(server, tmp_path, "until_stopped")
-    server.wait_for(lambda: server.run("r").rows)
-    process.send_signal(signal.SIGKILL)
-    jobs.finish(process, tmp_path)
-    run = server.run("r")
-    server.wait_for(lambda: run.open_connections == 0)
-    assert (run.state, run.exit_codes) == ("running", [])
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "state"), [pytest.param(0, "finished", marks=pytest.mark.full), (143, "preempted")]
-)
-def test_a_preempting_run_ends_in_the_state_of_its_exit_code(server, tmp_path, exit_code, state):
-    process = start(server, tmp_path, "preempted", str(exit_code))
-    server.wait_for(lambda: server.run("r").state == "preempting")
-    (tmp_path / "stop").touch()
-    jobs.finish(process, tmp_path)
-    assert (server.run("r").state, server.run("r").exit_codes) == (state, [exit_code])
-
-
-@pytest.mark.full
-def test_many_rows_arrive_in_order_also_compressed(server, tmp_path, monkeypatch):
-    compressed = []
-    decompress = gzip.decompress
-    monkeypatch.setattr(gzip, "decompress", lambda data: compressed.append(data) or decompress(data))
-    done = train(server, tmp_path, "compressed")
-    assert done.returncode == 0, done.output
-    assert values(server.run("r")) == list(range(20_000))
-    assert compressed
-
-
-@pytest.mark.full
-def test_an_agent_runs_the_trials_of_a_sweep_until_the_grid_is_done(server, tmp_path):
-    done = train(server, tmp_path, "agents")
-    assert done.returncode == 0, done.output
-    (sweep,) = server.sweeps
-    assert (sweep.entity, sweep.project, sweep.state, sweep.agents) == ("e", "p", "FINISHED", 2)
-    assert (sweep.config["method"], sweep.config["parameters"]["x"]) == ("grid", {"values": [1, 2, 4]})
-    assert f"Create sweep with ID: {sweep.id}" in done.output
-    assert f"REFUSED Sweep e/p/{sweep.id} is not running" in done.output
-    assert [run.id for run in server.runs] == sweep.run_ids
-    assert [run.sweep for run in server.runs] == [sweep.id] * 3
-    assert [(run.config["x"], run.config["y"], run.config["c"]) for run in server.runs] == [
-        (1, 3, 7),
-        (2, 3, 7),
-        (4, 3, 7),
-    ]
-    assert [run.config["lr"] for run in server.runs] == [0.5, 0.75, pytest.approx(5 / 6)]
-    assert [(run.config["own"], run.summary["product"]) for run in server.runs] == [(True, 3), (True, 6), (True, 12)]
-    assert [(run.state, run.exit_codes) for run in server.runs] == [("finished", [0])] * 3
-    assert server.unknown_operations == []
-
-
-@pytest.mark.full
-def test_a_trial_that_raises_fails_its_run_and_the_sweep_goes_on(server, tmp_path):
-    done = train(server, tmp_path, "failing_trial")
-    assert done.returncode == 0, done.output
-    assert [(run.config["x"], run.state) for run in server.runs] == [(1, "failed"), (2, "finished")]
-    assert server.sweeps[0].state == "RUNNING"
 
 
 def test_an_unknown_sweep_has_no_agent_and_one_without_a_method_is_refused(server, tmp_path):

@@ -154,8 +154,7 @@ class Kinds(dict[str, Sides]):
         return self[kind]
 
 
-def programs(table: Table, *kinds: str, marks: Any = ()) -> Any:
-    """A test for each program of these kinds."""
-    chosen = [program for kind in kinds for program in table.of(kind)]
-    params = [pytest.param(one, id=one.name, marks=pytest.mark.full if one.is_full else marks) for one in chosen]
+def programs(table: Table, kind: str) -> Any:
+    """A test for each program of a kind whose programs have a process each."""
+    params = [pytest.param(one, id=one.name, marks=pytest.mark.full if one.is_full else ()) for one in table.of(kind)]
     return pytest.mark.parametrize("program", params)

@@ -137,12 +137,12 @@ def mlflow_raises(run: Any) -> NoReturn:
     raise ValueError("made to fail")
 
 
-@TABLES["mlflow"].program("end", differs="unseen_end", is_full=True)
+@TABLES["mlflow"].program("end", differs="unseen_end")
 def mlflow_exits(run: Any) -> NoReturn:
     sys.exit(3)
 
 
-@TABLES["mlflow"].program("end", differs="sigterm", is_full=True)
+@TABLES["mlflow"].program("end", differs="sigterm")
 def mlflow_sigterm(run: Any) -> None:
     import mlflow
 
@@ -159,7 +159,7 @@ def mlflow_ends_as_failed(run: Any) -> None:
     mlflow.end_run("FAILED")
 
 
-@TABLES["mlflow"].program("end", is_full=True)
+@TABLES["mlflow"].program("end")
 def mlflow_ends_as_killed(run: Any) -> None:
     import mlflow
 
@@ -167,7 +167,7 @@ def mlflow_ends_as_killed(run: Any) -> None:
     mlflow.end_run()
 
 
-@TABLES["mlflow"].program("end", is_full=True)
+@TABLES["mlflow"].program("end")
 def mlflow_with_block_whose_failure_is_handled(run: Any) -> None:
     with contextlib.suppress(ValueError), run:
         raise ValueError("in the block")
@@ -272,13 +272,13 @@ def trackio_returns(run: Any) -> None:
     run.log({"x": 1})
 
 
-@TABLES["trackio"].program("end", is_full=True)
+@TABLES["trackio"].program("end")
 def trackio_raises(run: Any) -> NoReturn:
     run.log({"x": 1})
     raise ValueError("made to fail")
 
 
-@TABLES["trackio"].program("end", is_full=True)
+@TABLES["trackio"].program("end")
 def trackio_exits(run: Any) -> NoReturn:
     run.log({"x": 1})
     sys.exit(3)
@@ -357,13 +357,13 @@ def pluto_returns(run: Any) -> None:
     run.log({"x": 1})
 
 
-@TABLES["pluto"].program("end", is_full=True)
+@TABLES["pluto"].program("end")
 def pluto_raises(run: Any) -> NoReturn:
     run.log({"x": 1})
     raise ValueError("made to fail")
 
 
-@TABLES["pluto"].program("end", differs="unseen_end", is_full=True)
+@TABLES["pluto"].program("end", differs="unseen_end")
 def pluto_exits(run: Any) -> NoReturn:
     run.log({"x": 1})
     sys.exit(3)

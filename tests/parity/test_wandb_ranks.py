@@ -12,6 +12,7 @@ from parity.table import table_of
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 pytest.importorskip("torch")
+pytestmark = pytest.mark.full
 
 TABLE = table_of("wandb")
 
@@ -24,9 +25,10 @@ def kinds(tmp_path_factory):
         yield Kinds(lambda: stack.enter_context(wandb_sides(tmp_path_factory.mktemp("ranks"))), launcher=TORCHRUN)
 
 
-@programs(TABLE, "ranks")
-def test_a_run_of_two_ranks_has_what_the_bare_client_gives_it(kinds, program):
-    check(kinds[program.kind], program)
+def test_a_run_of_two_ranks_has_what_the_bare_client_gives_it(kinds, subtests):
+    for program in TABLE.of("ranks"):
+        with subtests.test(program.name):
+            check(kinds["ranks"], program)
 
 
 @programs(TABLE, "ranks end")

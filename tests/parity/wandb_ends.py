@@ -37,7 +37,7 @@ def returns(run: Any) -> None:
     run.log({"x": 1})
 
 
-@end
+@full_end
 def raises(run: Any) -> NoReturn:
     run.log({"x": 1})
     raise ValueError("made to fail")
@@ -66,7 +66,7 @@ def raises_a_base_exception(run: Any) -> NoReturn:
     raise Own("made to fail")
 
 
-@end
+@full_end
 def sys_exit_0(run: Any) -> NoReturn:
     sys.exit(0)
 
@@ -77,12 +77,12 @@ def sys_exit_3(run: Any) -> NoReturn:
     sys.exit(3)
 
 
-@end
+@full_end
 def sys_exit_with_a_text(run: Any) -> NoReturn:
     sys.exit("made to fail")
 
 
-@differs("exit_code", is_full=False)
+@differs("exit_code")
 def sys_exit_true(run: Any) -> NoReturn:
     sys.exit(True)
 
@@ -112,7 +112,7 @@ def the_builtin_exit(run: Any) -> NoReturn:
     raise SystemExit
 
 
-@differs("system_exit", is_full=False)
+@differs("system_exit")
 def system_exit_raised(run: Any) -> NoReturn:
     raise SystemExit(3)
 
@@ -185,7 +185,7 @@ def sigalrm_that_raises(run: Any) -> None:
     signal.raise_signal(signal.SIGALRM)
 
 
-@end
+@full_end
 def sigkill(run: Any) -> None:
     run.log({"x": 1})
     os.kill(os.getpid(), signal.SIGKILL)
@@ -397,7 +397,7 @@ def the_rank_with_the_run_raises(run: Any) -> None:
     threading.Event().wait(60)  # until torchrun ends it
 
 
-@TABLE.program("ranks end", differs="other_rank")
+@TABLE.program("ranks end", differs="other_rank", is_full=True)
 def the_other_rank_raises(run: Any) -> None:
     if run is not None:
         run.log({"x": 1})

@@ -1,7 +1,6 @@
 """A job that `test_conformance.py` runs, and ends in several ways.
 
-Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had;
-"last" for a shared run whose primary is the last rank.
+Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had.
 
 What is logged is written down: `logs {rank} {value}` before `log` is called with `value` for the key
 `rank{rank}`, and the same with `logged` as soon as it has returned.
@@ -22,7 +21,7 @@ ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 NOTES = (DIRECTORY / f"notes-{os.getpid()}").open("a", buffering=1)
 TRACKING = {"tracker": TRACKER, "project": PROJECT, "config": {"lr": 0.1}, "name": "n"}
 # Ranks that need not agree on an id are spared torch, 2 s of CPU each; test_torchrun.py has those that agree.
-SHARED = {**TRACKING, "run_mode": "shared", "id": "given", "primary_rank": -1 if "last" in sys.argv else 0}
+SHARED = {**TRACKING, "run_mode": "shared", "id": "given"}
 ROWS = {"shared": 500}
 # Of a service that is not there: with the import of its client by four ranks at once, on a busy machine.
 INIT_TIMEOUT_S = 30

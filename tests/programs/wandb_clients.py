@@ -48,23 +48,6 @@ def shared_writer(number: str) -> None:
     run.finish()
 
 
-def opens_only() -> None:
-    wandb.init(project="p")
-
-
-def until_stopped() -> None:
-    """Log rows until the file `stop` is there, and print how many."""
-    run = wandb.init(project="p", id="r")
-    x = 0
-    while not Path("stop").exists():
-        run.log({"x": x})
-        x += 1
-        Path("logged").write_text(str(x))
-        time.sleep(0.01)
-    run.finish()
-    print("LOGGED", x)
-
-
 def preempted(exit_code: str) -> None:
     """Mark the run as preempting, and finish it when the file `stop` is there."""
     run = wandb.init(project="p", id="r")
@@ -106,17 +89,6 @@ def agents() -> None:
     agent(sweep_id, count=1)
     agent(sweep_id)
     print_refusal(lambda: agent(sweep_id))
-
-
-def failing_trial() -> None:
-    """The first of two trials raises."""
-
-    def failing() -> None:
-        trial()
-        if wandb.config.x == 1:
-            raise RuntimeError("made to fail")
-
-    agent(make_sweep(1, 2), failing, count=2)
 
 
 def wrong_sweeps() -> None:

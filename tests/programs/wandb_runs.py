@@ -302,43 +302,10 @@ def core_dies() -> None:
     train()
 
 
-def goes_offline_beside_another_run() -> None:
-    """A run whose server refuses goes on offline, while another run keeps wandb-core alive."""
-    other = wandb.init(mode="offline", project="other", id="other")
-
-    @tracking_init(project="tests", id="mine", init_timeout_s=2, if_unavailable="degrade")
-    def train() -> None:
-        get_run().log({"x": 1})
-        other.log({"x": 2})
-
-    train()
-    other.log({"x": 3})
-
-
 def kill_core() -> None:
     core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
     os.kill(core.pid, signal.SIGKILL)
     core.wait()
-
-
-def dies_while_it_ends(run_mode: str) -> None:
-    """Each of the first four wandb-cores is killed when the run is to be ended in it."""
-    deaths, end = [kill_core] * 4, wandb.Run._on_finish
-
-    def dying_end(run: Any) -> None:
-        if deaths:
-            deaths.pop()()
-        end(run)
-
-    wandb.Run._on_finish = dying_end
-
-    @tracking_init(project="tests", id="dying", run_mode=run_mode)
-    def train() -> None:
-        for x in range(14):
-            get_run().log({"x": x})
-
-    train()
-    assert not deaths
 
 
 def loses_the_request_to_end(how: str) -> None:

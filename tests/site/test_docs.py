@@ -225,13 +225,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, An
     return directory, json.loads(results.read_text())
 
 
-@pytest.mark.parametrize("file", PYTHON)
-def test_python_blocks_run(ran, file):
+def test_python_blocks_run(ran, subtests):
     directory, results = ran
-    result = results[str(directory / file)]
-    assert result["error"] is None, result["output"]
-    runs = [run for stored in result["runs"] for run in read_runs(Path(stored))]
-    assert [run.exit_code for run in runs] == [0] * RUNS.get(file, 0)
+    for file in PYTHON:
+        with subtests.test(file):
+            result = results[str(directory / file)]
+            assert result["error"] is None, result["output"]
+            runs = [run for stored in result["runs"] for run in read_runs(Path(stored))]
+            assert [run.exit_code for run in runs] == [0] * RUNS.get(file, 0)
 
 
 def test_the_block_for_trackio_stores_its_rows(ran):
@@ -297,9 +298,8 @@ def quotes() -> Iterator[str]:
         yield from (quote for quote in found if len(quote.split()) > 2)
 
 
-@pytest.mark.parametrize("quote", sorted({*quotes()} - OF_OTHERS))
-def test_what_the_pages_quote_are_messages_of_the_library(quote):
-    assert is_a_message(quote)
+def test_what_the_pages_quote_are_messages_of_the_library():
+    assert [quote for quote in sorted({*quotes()} - OF_OTHERS) if not is_a_message(quote)] == []
 
 
 def test_each_warning_of_the_page_is_a_quote():
@@ -309,6 +309,7 @@ def test_each_warning_of_the_page_is_a_quote():
     assert [row for row in rows if not row.startswith('| "')] == []
 
 
+@pytest.mark.full
 def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     (tmp_path / "train.py").write_text(PYTHON["README/train.py"].code)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -346,16 +347,16 @@ def anchors_of(page: Path) -> set[str]:
     return {"", *(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT / "docs")))
-def test_links_of_a_page_lead_to_headings_on_github_too(path):
+def test_links_of_a_page_lead_to_headings_on_github_too():
     """The site's builder checks its own anchors, and makes most of them as GitHub does."""
-    text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\((\S+?)\)", text):
-        if not link.startswith("https://"):
-            name, _, anchor = link.partition("#")
-            target = (path.parent / name).resolve() if name else path
-            assert target.is_file(), link
-            assert anchor in anchors_of(target), link
+    for path in DOCS:
+        text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\((\S+?)\)", text):
+            if not link.startswith("https://"):
+                name, _, anchor = link.partition("#")
+                target = (path.parent / name).resolve() if name else path
+                assert target.is_file(), (path, link)
+                assert anchor in anchors_of(target), (path, link)
 
 
 def test_the_package_index_gets_absolute_links_from_one_setting():
@@ -366,21 +367,27 @@ def test_the_package_index_gets_absolute_links_from_one_setting():
     assert f"repo_url: {REPOSITORY} " in (ROOT / "mkdocs.yml").read_text()
 
 
-@pytest.mark.parametrize("path", INCLUDED)
-def test_included_files_are_run_by_a_test(path):
-    assert (ROOT / path).is_file()
+def test_included_files_are_run_by_a_test():
     tests = [
         Path(__file__).with_name("test_examples.py"),
         Path(__file__).with_name("test_frameworks.py"),
         *jobs.PROGRAMS.glob("*.py"),
         *ROOT.glob("tests/engines/test_*.py"),
     ]
-    named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
-    assert any(named.search(test.read_text()) for test in tests)
+    text = "\n".join(test.read_text() for test in tests)
+    for path in INCLUDED:
+        assert (ROOT / path).is_file()
+        named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
+        assert named.search(text), path
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_name_what_is_there(page, command):
+def test_commands_name_what_is_there(subtests):
+    for page, command in COMMANDS:
+        with subtests.test(command, page=page):
+            check_command(command)
+
+
+def check_command(command: str) -> None:
     words = shlex.split(command)
     files = {Path(word).name for word in words if word.endswith((".py", ".sbatch", ".yaml"))}
     assert PROGRAMS.fullmatch(words[0])
@@ -414,9 +421,8 @@ def test_the_extras_are_those_that_a_reader_is_told():
     assert extras_of("flyteplugins-tracking") == told
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml" and not block.included])
-def test_yaml_blocks_can_be_parsed(block):
-    assert yaml.safe_load(block.code)
+def test_yaml_blocks_can_be_parsed():
+    assert all(yaml.safe_load(block.code) for block in BLOCKS if block.language == "yaml" and not block.included)
 
 
 def test_copies_and_generated_parts_are_those_of_the_files():

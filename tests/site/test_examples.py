@@ -97,6 +97,7 @@ def test_modes_has_one_run_of_all_ranks(tmp_path):
     assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(2) for step in range(10)]
 
 
+@pytest.mark.full
 def test_disabled_is_a_run_that_does_nothing_where_a_rank_would_have_one(tmp_path):
     done = example(tmp_path, "modes.py", 2, WANDB_MODE="disabled")
     assert re.search("rank 0: (?!no run)", done.output)
@@ -161,6 +162,7 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
     assert [other.id for other in server.runs].count("elastic") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("argument", "mode"),
     [
@@ -185,6 +187,7 @@ def test_rank_0_alone_saves_the_checkpoint_whoever_has_a_run(tmp_path, argument,
     assert sorted(step for steps in with_rows for step in steps) == trained
 
 
+@pytest.mark.full
 def test_fsdp_has_one_run_with_the_values_of_all_ranks(tmp_path):
     (run,) = example(tmp_path, "fsdp.py", 2).runs
     assert (run.exit_code, len(run.rows)) == (0, 20)
@@ -249,6 +252,7 @@ def test_the_quickstart_is_the_readmes():
     assert TRAIN.read_text().partition("\n")[2] == written
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "package"), [pytest.param("flyte1.py", "flytekit", marks=pytest.mark.full), ("flyte2.py", "flyte")]
 )
@@ -418,6 +422,7 @@ def test_three_processes_log_to_one_run(tmp_path, server):
     assert {key: sum(key in row for row in run.rows) for key, _ in roles.values()} == dict(roles.values())
 
 
+@pytest.mark.full
 def test_all_roles_of_one_srun_log_to_one_run(tmp_path, server):
     job = {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}
     started = [

@@ -165,6 +165,7 @@ def test_a_proxys_answer_is_an_outage_if_mlflow_has_answered_before(status, body
         threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         uri = f"http://127.0.0.1:{proxy.server_port}"
         for is_known, error in ((False, RejectedError), (True, UnavailableError)):
+            service = Service(uri, time.monotonic() + 60, is_known=is_known)
             with pytest.raises(error, match="MLflow server"):
-                Service(uri, is_known=is_known).ask(lambda client: client.set_tag("run", "a", "b"))
+                service.ask(lambda client: client.set_tag("run", "a", "b"))
         proxy.shutdown()

@@ -78,27 +78,25 @@ def environment() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in {*OUTER, *variables_of_launchers()}}
 
 
-def tracked(**options) -> Callable[..., int]:
-    @tracking_init(project="p", **options)
-    def train() -> int:
-        run, info = get_run(), get_distributed_info()
-        if run is not None:
-            run.log({"rank": 0 if info is None else info.rank})
-        return 0 if info is None else info.rank
+def log_rank() -> int:
+    run, info = get_run(), get_distributed_info()
+    if run is not None:
+        run.log({"rank": 0 if info is None else info.rank})
+    return 0 if info is None else info.rank
 
-    return train
+
+def tracked(**options) -> Callable[..., int]:
+    return tracking_init(project="p", **options)(log_rank)
 
 
 def raising_on(rank: int, error: BaseException, **options) -> Callable[..., int]:
-    train = tracked(**options).__wrapped__
-
     @tracking_init(project="p", **options)
-    def train_and_raise() -> int:
-        if train() == rank:
+    def train() -> int:
+        if log_rank() == rank:
             raise error
         return get_distributed_info().rank
 
-    return train_and_raise
+    return train
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 3, 2], [1]])
@@ -165,6 +163,7 @@ def test_a_callable_is_called_once_per_rank_and_call():
     assert asked == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("primary_rank", "error", "message"),
     [
@@ -481,6 +480,7 @@ def test_what_is_propagated_reaches_the_ranks():
         assert (run.project, run.config["seed"]) == ("block", 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.wide)])
 def test_thousands_of_ranks_take_seconds_and_no_thread(recwarn, workers):
     threads = set()

@@ -99,6 +99,7 @@ PROBES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tracker", "probe"), [("mlflow", ""), *(("wandb", probe) for probe in PROBES)])
 def test_the_wandb_init_of_a_script_does_nothing_and_warns_of_nothing(tmp_path, tracker, probe):
     code = f"""

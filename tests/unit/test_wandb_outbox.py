@@ -201,6 +201,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plant", PLANTED)
 def test_what_is_planted_in_the_place_of_a_mark_neither_holds_up_a_run_nor_hides_rows(run, earlier, plant):
     """In a directory that a whole group can write to, or after a power loss."""
