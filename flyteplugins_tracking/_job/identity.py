@@ -53,23 +53,27 @@ def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
     return next((Identity(env[name]) for name in names if env.get(name, "").strip()), None)
 
 
-def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) -> Identity:
+def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool, in_pool: bool = False) -> Identity:
     """Return the identity that this rank's launcher provides.
 
     Args:
         info: This rank; None outside a distributed job.
         env: The environment variables.
         agreement: Whether several ranks need the same id. If only one rank needs it, it may be random.
+        in_pool: Whether this is a worker of a pool, which the batch job around that has not started.
 
     Raises:
         IdentityError: The launcher provides nothing that is the same on all nodes.
     """
     if info is None:
         return Identity(None)
-    outer = outer_job(env)
-    is_named = outer is not None and is_task(outer, info)
-    source = _task if is_named else _SOURCES.get(info.launcher, _without_job_name)
-    base_id = source(info, env, agreement)
+    outer = None if in_pool else outer_job(env)
+    parts = start_in(outer, info)
+    start = None if parts is None else readable(*parts)
+    if outer is not None and is_task(outer, info):
+        base_id = start
+    else:
+        base_id = _SOURCES.get(info.launcher, _without_job_name)(info, env, agreement, start)
     if base_id is None and agreement:
         if info.launcher == "lightning":
             # It starts the other ranks when the first one's run is already open, as the run of a single process.
@@ -128,7 +132,7 @@ def _is_alone(info: DistributedInfo, agreement: bool) -> bool:
     return info.num_workers == 1 or not agreement
 
 
-def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+def _torchelastic(info: DistributedInfo, env: Env, agreement: bool, start: str | None) -> str | None:
     """Return the first id that a rank has offered: that of its start in an outer job, or a run id with a random token.
 
     The run id is "none" for a static rendezvous, and constant run ids are common. Each rank offers its id to these
@@ -142,10 +146,9 @@ def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | Non
     that of the agent: this rank's own if no other node needs it, else rank 0's, through the process group.
     """
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
-    start = start_in(outer_job(env), info)
 
     def offered(token: str) -> str:
-        return readable(name, token) if start is None else readable(*start)
+        return readable(name, token) if start is None else start
 
     rendezvous, agents = rendezvous_store(env), agents_store(env)
     base_id = None
@@ -166,36 +169,26 @@ def _agent_token(env: Env) -> str | None:
     return digest(proc.machine(), directory) if directory else None
 
 
-def _task(info: DistributedInfo, env: Env, _: bool) -> str | None:
-    """Return the name of this start in the job whose tasks are the ranks: each step of it is a training of its own.
-
-    A script that leaves out one that is done gives its number to the next one.
-    """
-    start = start_in(outer_job(env), info)
-    return None if start is None else readable(*start)
+def _ray(info: DistributedInfo, env: Env, agreement: bool, start: str | None) -> str | None:
+    return readable(info.job_id) if info.job_id else _without_job_name(info, env, agreement, start)
 
 
-def _ray(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
-    return readable(info.job_id) if info.job_id else _without_job_name(info, env, agreement)
-
-
-def _openmpi(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+def _openmpi(info: DistributedInfo, env: Env, agreement: bool, start: str | None) -> str | None:
     """Join the namespace and, on one node, mpirun's process.
 
     The namespace is the same on all nodes. It is made from mpirun's host and process id, which may be reused.
     """
     if not info.job_id:
-        return _without_job_name(info, env, agreement)
+        return _without_job_name(info, env, agreement, start)
     return readable("mpi", info.job_id, _launcher_process(info) if info.num_workers == 1 else None)
 
 
-def _without_job_name(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+def _without_job_name(info: DistributedInfo, _: Env, agreement: bool, start: str | None) -> str | None:
     """Use rank 0's start in an outer job, the ranks' process group, JAX's store or the launcher's process on one node.
 
     Without agreement the primary, which may be any rank, does not wait for rank 0: that one has no run, and sends none.
     """
-    start = start_in(outer_job(env), info)
-    own = readable(info.launcher, _random_token()) if start is None else readable(*start)
+    own = start or readable(info.launcher, _random_token())
     agreed = _from_rank_0(info, own, waits=agreement) or _through_jax(info, own)
     if agreed is not None or (start is not None and not agreement):
         return agreed or own
@@ -217,7 +210,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
 
 
 # The launchers that give a name. For the others the entry in `LAUNCHERS` is enough.
-_SOURCES: Mapping[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
+_SOURCES: Mapping[str, Callable[[DistributedInfo, Env, bool, str | None], str | None]] = {
     "torchelastic": _torchelastic,
     "ray": _ray,
     "openmpi": _openmpi,

@@ -30,6 +30,8 @@ _STARTED_BY_PYTHON = (  # not compiled: few processes need it
 _MULTIPROCESSING = ("multiprocessing.process", "multiprocess.process")
 # For a system without /proc.
 _at_import = dict(os.environ)
+# Where this process was started, as far as that is known: Hydra and others go to another directory before the call.
+DIRECTORY = proc.directory(os.getpid())
 
 
 class _Fork:
@@ -123,7 +125,7 @@ def marked_base_id(env: Mapping[str, str]) -> str | None:
 
 def _is_below_marked(variables: Mapping[str, str]) -> bool:
     pid, digest, *_ = [*os.environ.get(MARK, "").split("-", 2), ""]
-    return digest == _digest(variables) and pid != str(os.getpid()) and pid in map(str, proc.ancestors(os.getpid()))
+    return digest == _digest(variables) and pid != str(os.getpid()) and pid in map(str, proc.lineage())
 
 
 def _digest(variables: Mapping[str, str]) -> str:

@@ -145,7 +145,7 @@ def _on_stack() -> Pool | None:
 @functools.lru_cache(maxsize=1)
 def _pool_above(_: int) -> Pool | None:
     """Return the pool whose process this one is, as a thread of a worker, or whose worker has started this program."""
-    for pid in (os.getpid(), *proc.ancestors(os.getpid())):
+    for pid in proc.lineage():
         command = proc.command_line(pid)
         name = _name_in(command)
         if name is not None:

@@ -193,10 +193,11 @@ class Call(PerProcess):
     @property
     def attempt(self) -> int:
         """How many attempts of the run came before: told by the launcher or the job, by the platform, and by a file."""
-        from flyteplugins_tracking._job.starts import restarts_of
+        from flyteplugins_tracking._job.starts import outer_job
 
         is_program = self.context.base_id is None and self.found.pool is None and children.is_program()
-        count = self.info.restart_count if self.info else restarts_of(os.environ) if is_program else 0
+        outer = outer_job(os.environ) if is_program else None
+        count = self.info.restart_count if self.info else outer.restarts if outer else 0
         return count + self.context.attempt + (0 if self.run_file is None else self.run_file.earlier)
 
     @property

@@ -93,7 +93,7 @@ def _started_identity(call: Call) -> Identity:
         return Identity(None)
     if found.info is None:
         return Identity(None) if found.pool is not None else identity_of_program(os.environ)
-    return from_launcher(found.info, os.environ, agreement=is_shared)
+    return from_launcher(found.info, os.environ, agreement=is_shared, in_pool=found.pool is not None)
 
 
 def _chosen_identity(call: Call) -> Identity | None:
@@ -119,7 +119,7 @@ def _chosen_identity(call: Call) -> Identity | None:
             f"with roles=[...]{variables}; or call this task from the task that has roles=[...]"
         )
     kept = None if call.run_file is None else call.run_file.find()
-    if kept is not None and call.found.parent is None:
+    if kept is not None and call.found.parent is None and call.found.pool is None:
         start_in(outer_job(os.environ), call.info)  # the next start in the job has the next number
     return None if kept is None else Identity(kept)
 

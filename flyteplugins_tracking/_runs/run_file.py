@@ -1,12 +1,14 @@
 """`run_file=`: the file in which a job keeps the base id of its run, for a later job that goes on in the run.
 
 One rank of the job reads and writes it: the first primary. The others get the id from that rank, through the job's
-store, or read the file if the job has none. For each tracker, and each call of a process, the file has an entry:
+store, or read the file if the job has none. A file has one run. With `run.json`, W&B's run is in that file, MLflow's in
+`run.json.mlflow`, and the run of the process's second call in `run.json.2`:
 
-    {"wandb": {"base_id": "9k2m", "restart_count": 1, "has_ended": false, "project": "llm", "server": "https://..."}}
+    {"base_id": "9k2m", "after": null, "restart_count": 1, "has_ended": false, "directory": "/ckpt", "project": "llm"}
 
-`restart_count` is how many attempts of the run came before the last one. The members behind `has_ended` say where the
-run is: `Tracker.place`.
+`after` is the run of the call before, which had ended when this one began. `restart_count` is how many attempts of the
+run came before the last one. `directory` is the file's own, by which a copy is known. The members behind it say where
+the run is: `Tracker.place`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,13 @@ from flyteplugins_tracking._job.board import STORE_TIMEOUT, job_board
 from flyteplugins_tracking._rank.plan import plan
 from flyteplugins_tracking._util.checks import check_flag, check_run_id, check_text
 from flyteplugins_tracking._util.files import is_own_file, read_own, replace_whole
-from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock, locked
+from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import parse_json
+from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, IdentityError
+from flyteplugins_tracking.trackers.config import DEFAULT_TRACKER
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.call import Call
@@ -37,16 +40,12 @@ logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
 
 _LONGEST = 1 << 20
-_POLL_S = 0.1
 # How long ranks wait for the first one with a run, in seconds: it may load its data before it calls the function.
 _LONGEST_WAIT_S = 600.0
-# How long another call may take to write, in seconds.
-_LONGEST_WRITE_S = 10.0
-_UNREADABLE = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
 # What a file becomes that is damaged, or not such a file at all.
 _UNREADABLE_SUFFIX = ".unreadable"
-# On the job's board: the attempts in earlier jobs, and the id of the run that goes on, if one does. No id has
-# such a character.
+# On the job's board: the attempts in earlier jobs, and the id of the run that goes on, if one does. No id has such a
+# character.
 _KEY, _BETWEEN = "base_id", "/"
 
 
@@ -66,16 +65,13 @@ class RunFile:
 
         Args:
             call: The call.
-            path: Where the file is.
+            path: The file of the default tracker's first call.
         """
-        config, tracker = call.config, call.tracker
         self._call = call
-        self._path = Path(os.path.realpath(os.path.expanduser(path)))  # of a link, the file that it leads to
-        self._key = self._key_of(call.number)
-        self._place = dict(tracker.place(config))
+        self._first = Path(os.path.realpath(os.path.expanduser(path)))  # of a link, the file that it leads to
+        self._path = self._path_of(call.number)
+        self._place = dict(call.tracker.place(call.config))
         self._lock: RunLock | None = None
-        self._has_locks = True
-        self._is_kept = False  # whether the next job finds this job's run in the file
 
     def find(self) -> str | None:
         """Return the base id of the run that goes on, the same on all ranks; None for a new run.
@@ -87,73 +83,58 @@ class RunFile:
         is_first = plan(call.info, config.run_mode, config.rank_scope, None, primary_rank=config.primary_rank).first
         if is_first:
             self._lock = self._acquire()
-        entry = self._read() if self._lock is not None or not is_first else None
-        found = f"0{_BETWEEN}"
-        if entry is not None:
-            found = f"{max(0, entry['restart_count'] + 1 - call.attempt)}{_BETWEEN}{entry['base_id']}"
-        if call.info is None:
-            return self._take(found)
-        board = None
+        entry = self._earlier_run() if self._lock is not None or not is_first else None
+        earlier = 0 if entry is None else max(0, entry["restart_count"] + 1 - call.attempt)
+        found = f"{earlier}{_BETWEEN}{'' if entry is None else entry['base_id']}"
+        board, topic = None, f"run_file/{call.tracker.name}.{call.number}"
         with suppress(RuntimeError):  # the store does not answer
-            board = job_board(call.info, os.environ, f"run_file/{self._key}")
+            board = None if call.info is None else job_board(call.info, os.environ, topic)
         if board is None:
             return self._take(found)
         if is_first:  # agents that start their ranks again keep what the first attempt has found
             return self._take(board.put_first(_KEY, found))
-        begun_at = time.monotonic()
-        while (text := board.get(_KEY)) is None:
-            waits_s = time.monotonic() - begun_at
-            if waits_s > _LONGEST_WAIT_S:
-                raise IdentityError(
-                    f"run_file={self._path}: the first rank with a run has not told within {_LONGEST_WAIT_S:.0f} s "
-                    "which run goes on: call the decorated function on every rank, or pass id=..."
-                )
-            if waits_s > STORE_TIMEOUT.seconds:
-                text = "%s: run_file=%s: waits until the first rank with a run calls the function, and reads the file"
-                _warn_once((self._path, "waits"), text, call.tracker.name, self._path)
-            time.sleep(_POLL_S)
-        return self._take(text)
+        if not wait_until(lambda: board.get(_KEY) is not None, STORE_TIMEOUT.seconds):
+            text = "%s: run_file=%s: waits until the first rank with a run calls the function, and reads the file"
+            _warn_once((self._path, "waits"), text, call.tracker.name, self._path)
+        if not wait_until(lambda: board.get(_KEY) is not None, _LONGEST_WAIT_S):
+            raise IdentityError(
+                f"run_file={self._path}: the first rank with a run has not told within {_LONGEST_WAIT_S:.0f} s which "
+                "run goes on: call the decorated function on every rank, or pass id=..."
+            )
+        return self._take(board.get(_KEY) or found)
 
     def _take(self, found: str) -> str | None:
         """Take what the file has told, on this rank or on the first one. Returns the base id."""
         earlier, _, base_id = found.partition(_BETWEEN)
         check_run_id("run_file", base_id or None)
         self.earlier = int(earlier) if earlier.isdecimal() else 0
-        self._is_kept = bool(base_id)
         return base_id or None
 
     def write(self, handle: Handle, *, has_ended: bool) -> None:
         """Keep the base id of the run, on the first primary: when the run is open, and when its training has ended.
 
-        If earlier calls of this process have failed, this one was their retry: their training has ended with it.
-
         Args:
             handle: This rank's run. One that is disabled leaves the file as it is.
             has_ended: Whether the next job is a new run.
         """
-        if self._lock is None or handle.is_disabled or (has_ended and not self._is_kept):
+        if self._lock is None or handle.is_disabled:
             return
-        base_id = self.base_id or handle.id
-        entry = {"base_id": base_id, "restart_count": self._call.attempt, "has_ended": has_ended, **self._place}
+        call, path = self._call, self._path
+        base_id, kept = self.base_id or handle.id, self._entry(call.number)
+        if kept is not None and has_ended and kept["base_id"] != base_id:
+            return  # the directory was moved, and another job has made this file
+        entry = {"base_id": base_id, "after": self._ended_before(), "restart_count": call.attempt}
+        entry |= {"has_ended": has_ended, "directory": str(path.parent)}
         try:
-            of_all = self._path.with_name(f"{self._path.name}.lock")
-            with locked(of_all, _LONGEST_WRITE_S) if self._has_locks else nullcontext():
-                entries = self._entries()
-                if entries is None and not is_own_file(self._path):
+            if kept is None and os.path.lexists(path):
+                if not is_own_file(path):
                     return  # another user's, a device, a FIFO or a directory, which stays
-                if entries is None:
-                    self._path.replace(self._path.with_name(self._path.name + _UNREADABLE_SUFFIX))
-                entries = entries or {}
-                if has_ended and entries.get(self._key, entry)["base_id"] != base_id:
-                    return  # the directory was moved, and another job has made this file
-                self._put(entries, entry)
-                replace_whole(self._path, json.dumps(entries, indent=1))
-                self._is_kept = True
+                path.replace(path.with_name(path.name + _UNREADABLE_SUFFIX))
+            replace_whole(path, json.dumps({**entry, **self._place}, indent=1))
         except OSError as error:
-            text = "%s: run_file=%s cannot be written, so that the next job will not go on in run %s: %s"
-            if self._is_kept:
-                text = "%s: run_file=%s cannot be written, so that the next job goes on in run %s in any case: %s"
-            _warn_once((self._path, base_id), text, self._call.tracker.name, self._path, base_id, error)
+            follows = "goes on in run %s in any case" if kept or has_ended else "will not go on in run %s"
+            text = f"%s: run_file=%s cannot be written, so that the next job {follows}: %s"
+            _warn_once((path, base_id), text, call.tracker.name, path, base_id, error)
 
     def release(self) -> None:
         """Let another job use the file."""
@@ -161,88 +142,83 @@ class RunFile:
             self._lock.release()
 
     def _acquire(self) -> RunLock | None:
-        name = self._call.tracker.name
+        name, path = self._call.tracker.name, self._path
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = RunLock.of_file(self._lock_of(self._key), self._call.config.init_timeout_s / 2)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = RunLock.of_file(_lock_of(path), self._call.config.init_timeout_s / 2)
         except OSError as error:
             if error.errno in NO_LOCKS:
                 text = "%s: run_file=%s: its file system has no locks, so no other job may use it at the same time"
-                logger.warning(text, name, self._path)
-                self._has_locks = False
+                logger.warning(text, name, path)
                 return RunLock()
-            logger.warning("%s: run_file=%s cannot be used: %s. This is a new run", name, self._path, error)
+            logger.warning("%s: run_file=%s cannot be used: %s. This is a new run", name, path, error)
             return None
         if lock is None:
-            logger.warning("%s: run_file=%s is used by another job: this is a new run", name, self._path)
+            logger.warning("%s: run_file=%s is used by another job: this is a new run", name, path)
         return lock
 
-    def _key_of(self, number: int) -> str:
+    def _path_of(self, number: int) -> Path:
         name = self._call.tracker.name
-        return name if number == 1 else f"{name}-{number}"
+        suffixes = [*([] if name == DEFAULT_TRACKER else [name]), *([] if number == 1 else [str(number)])]
+        return self._first.with_name(".".join([self._first.name, *suffixes]))
 
-    def _lock_of(self, key: str) -> Path:
-        """Return the file that whoever uses an entry has locked: stacked decorators may have one run file."""
-        return self._path.with_name(f"{self._path.name}.{key}.lock")
-
-    def _put(self, entries: dict[str, Any], entry: dict[str, Any]) -> None:
-        """Put this call's entry in, and change those of other calls that follow from it."""
-        number = self._call.number
-        entries[self._key] = entry
-        if entry["has_ended"]:  # it was the retry of those that have failed
-            for key in self._unused(entries, range(1, number)):
-                entries[key] = {**entries[key], "has_ended": True}
-        if not self._is_kept:  # a new run: the next call need not be what it was in an earlier job
-            for key in self._unused(entries, range(number + 1, number + 1 + len(entries))):
-                if not entries[key]["has_ended"]:
-                    del entries[key]
-
-    def _unused(self, entries: dict[str, Any], numbers: range) -> list[str]:
-        """Return the keys of the calls with these numbers that no process runs just now; none if that is unknown."""
-        unused = []
-        for key in map(self._key_of, numbers if self._has_locks else ()):
-            lock = RunLock.of_file(self._lock_of(key)) if key in entries else None
-            if lock is not None:
-                lock.release()
-                unused.append(key)
-        return unused
-
-    def _read(self) -> dict[str, Any] | None:
+    def _earlier_run(self) -> dict[str, Any] | None:
         """Return the entry of the run that goes on; None for a new run."""
-        call = self._call
-        entry: dict[str, Any] | None = (self._entries() or {}).get(self._key)
-        if entry is None or entry["has_ended"]:
-            return None
-        place = {name: entry.get(name) for name in self._place}
-        if place != self._place:
-            text = (
-                "%s: run_file=%s is of another place, %s: this is a new run, in %s. The file does not keep %s any more"
-            )
-            logger.warning(text, call.tracker.name, self._path, place, self._place, entry["base_id"])
-            return None
-        try:
-            call.tracker.check(replace(call.config, id=entry["base_id"], run_file=None))
-        except ConfigError as error:
-            logger.warning(_UNREADABLE, call.tracker.name, self._path, "ConfigError", error)
-            return None
-        return entry
+        call, number = self._call, self._call.number
+        entry = self._entry(number)
+        if entry is None or self._has_ended(entry, number) or entry["after"] not in (None, self._ended_before()):
+            return None  # if the call before has a new run, this one may be another one too
+        place, base_id, reason = {key: entry.get(key) for key in self._place}, entry["base_id"], ""
+        original = Path(entry["directory"], self._path.name)
+        if original.exists() and not os.path.samefile(original.parent, self._path.parent):
+            reason = f"is a copy of {original}. To go on in that run, pass id={base_id!r}"
+        elif place != self._place:
+            reason = f"is of another place, {place}, and does not keep {base_id} any more"
+        else:
+            try:
+                call.tracker.check(replace(call.config, id=base_id, run_file=None))
+            except ConfigError as error:
+                reason = f"cannot be read: ConfigError: {error}"
+        if reason:
+            logger.warning("%s: run_file=%s %s. This is a new run", call.tracker.name, self._path, reason)
+        return None if reason else entry
 
-    def _entries(self) -> dict[str, Any] | None:
-        """Return what the file has; None, with a warning, if it is damaged, or not this user's, or not such a file."""
+    def _has_ended(self, entry: dict[str, Any], number: int) -> bool:
+        """Whether its training has ended, or that of the next call, which was its retry."""
+        if entry["has_ended"]:
+            return True
+        retry = self._entry(number + 1)
+        return retry is not None and retry["after"] == entry["base_id"] and self._has_ended(retry, number + 1)
+
+    def _ended_before(self) -> str | None:
+        """Return the run of the call before this one, if that has ended; None if it runs, in another thread."""
+        number = self._call.number - 1
+        is_there = number > 0 and not _lock_of(self._path_of(number)).exists()
+        entry = self._entry(number) if is_there else None
+        return None if entry is None else str(entry["base_id"])
+
+    def _entry(self, number: int) -> dict[str, Any] | None:
+        """Return what a call's file has; None without it, and, with a warning, if it is damaged, or not this user's."""
+        path = self._path_of(number)
         try:
-            entries: dict[str, Any] = parse_json(read_own(self._path, _LONGEST).decode())
-            for entry in entries.values():
-                check_text("base_id", entry["base_id"], is_optional=False)
-                check_run_id("base_id", entry["base_id"])
-                check_flag("has_ended", entry["has_ended"])
-                if not isinstance(entry["restart_count"], int):
-                    raise TypeError(f"restart_count is {entry['restart_count']!r}")
-            return entries
+            entry: dict[str, Any] = parse_json(read_own(path, _LONGEST).decode())
+            for name in ("base_id", "directory"):
+                check_text(name, entry[name], is_optional=False)
+            check_run_id("base_id", entry["base_id"])
+            check_flag("has_ended", entry["has_ended"])
+            if not isinstance(entry["restart_count"], int) or not isinstance(entry["after"], str | None):
+                raise TypeError(f"restart_count is {entry['restart_count']!r}, and after {entry['after']!r}")
+            return entry
         except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
-            name = self._call.tracker.name
-            renamed = f", and when it is open, the file is renamed to {self._path.name}{_UNREADABLE_SUFFIX}"
-            text, more = f"{_UNREADABLE}%s", renamed if is_own_file(self._path) else ""
-            _warn_once(self._path, text, name, self._path, type(error).__name__, error, more)
             return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+            text = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
+            if is_own_file(path):
+                text += f", and when it is open, the file is renamed to {path.name}{_UNREADABLE_SUFFIX}"
+            _warn_once(path, text, self._call.tracker.name, path, type(error).__name__, error)
+            return None
+
+
+def _lock_of(path: Path) -> Path:
+    """Return the file that is locked, and there, while a call uses a run file."""
+    return path.with_name(f"{path.name}.lock")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flyteplugins_tracking._util.files import lock_file, open_own, own_text, private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.proc import ancestors, machine, parent, start_time
+from flyteplugins_tracking._util.proc import lineage, machine, parent, start_time
 from flyteplugins_tracking._util.threads import wait_until
 
 # The errors of a file system without locks: Lustre without `flock`, NFS without its lock daemon, some FUSE.
@@ -172,5 +172,4 @@ def _is_family(holder: str) -> bool:
     pid = int(found[1]) if found else 0
     if pid <= 0 or holder != _described(pid):
         return False
-    is_above = pid in (os.getpid(), *ancestors(os.getpid()))
-    return is_above or (pid > 1 and parent(pid) == os.getppid() > 1)
+    return pid in lineage() or (pid > 1 and parent(pid) == os.getppid() > 1)

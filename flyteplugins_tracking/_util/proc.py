@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 
 Env = Mapping[str, str]
@@ -60,10 +60,12 @@ def parent(pid: int) -> int:
     return int(match[1]) if match else 0
 
 
-def ancestors(pid: int) -> Iterator[int]:
-    """Yield the parent of `pid`, its parent, and so on, up to the first process."""
-    while (pid := parent(pid)) > 0:
-        yield pid
+def lineage() -> list[int]:
+    """Return this process, its parent, and so on, up to the first process."""
+    found = [os.getpid()]
+    while (above := parent(found[-1])) > 0:
+        found.append(above)
+    return found
 
 
 def start_time(pid: int) -> str:
@@ -79,15 +81,17 @@ def command_line(pid: int) -> list[str]:
     return read(f"/proc/{pid}/cmdline").split("\0")
 
 
+def directory(pid: int) -> str:
+    """Return the working directory of `pid`; empty if that is not known."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/cwd")
+    return ""
+
+
 def children(pid: int) -> list[int]:
     """Return the processes that `pid` has started and that are there, in the order of their starts."""
     pids = {int(child) for task in glob(f"/proc/{pid}/task/*/children") for child in read(task).split()}
     return sorted(pids, key=lambda child: (int(start_time(child) or 0), child))
-
-
-def processes() -> list[int]:
-    """Return all processes of this machine that this process can see."""
-    return [int(os.path.basename(path)) for path in glob("/proc/[0-9]*")]
 
 
 def threads(name: str) -> list[int]:
@@ -118,11 +122,6 @@ def image() -> str:
 def command_name(pid: int) -> str:
     """Return the name of the program that `pid` executes, of at most 15 characters."""
     return read(f"/proc/{pid}/comm").rstrip("\n")
-
-
-def is_fork(pid: int) -> bool:
-    """Return whether `pid` is a copy of its parent, and has started no program: PF_FORKNOEXEC of the kernel."""
-    return bool(int(_stat(pid).get(9, 0)) & 0x40)
 
 
 def _stat(pid: int) -> dict[int, str]:
@@ -167,8 +166,7 @@ def oom_kills() -> int:
 
 def nearest_without(variable: str) -> int:
     """Return the nearest ancestor that was started without this variable: the launcher that sets it."""
-    found = (pid for pid in ancestors(os.getpid()) if pid == 1 or variable not in variables_at_start(pid))
-    return next(found, 0)
+    return next((pid for pid in lineage()[1:] if pid == 1 or variable not in variables_at_start(pid)), 0)
 
 
 def has_handler(signum: int) -> bool:

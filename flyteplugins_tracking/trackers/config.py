@@ -33,6 +33,8 @@ IfUnavailable = Literal["raise", "degrade"]
 
 # The one key of this library in a run's config, with all that it adds below: no script has an argument of that name.
 OWN = "tracking_init"
+# That of `tracking_init`: its run files have no suffix.
+DEFAULT_TRACKER = "wandb"
 # The roles of a run's owner, below that key; and the owner's name beside those of roles.
 ROLES, OWNER = "roles", "owner"
 # What this library's keys begin with, in rows and in the config.

@@ -264,6 +264,19 @@ class Job:
         assert all((one.returncode == 0) == attempt.succeeds for one in ended), output
         return output
 
+    def run_file(self, name: str = "run.json", number: int = 1) -> Path:
+        """Where the run of a call is kept."""
+        suffixes = [
+            *([] if self.backend.name == "wandb" else [self.backend.name]),
+            *([] if number == 1 else [str(number)]),
+        ]
+        return self.directory / ".".join([name, *suffixes])
+
+    def kept(self, name: str = "run.json", number: int = 1) -> dict[str, Any]:
+        """What is kept of it."""
+        entry: dict[str, Any] = json.loads(self.run_file(name, number).read_text())
+        return entry
+
     @property
     def points(self) -> dict[str, Counter[tuple[str, int]]]:
         """The rows of each run."""
@@ -288,18 +301,11 @@ def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) ->
     if restart.ids:
         assert all(fnmatch(*pair) for pair in zip(sorted(found), sorted(restart.ids), strict=True)), found
     if "run_file" in restart.tracking:
-        (entry,) = json.loads((job.directory / restart.tracking["run_file"]).read_text()).values()
+        entry = job.kept(restart.tracking["run_file"])
         assert (entry["restart_count"], entry["has_ended"]) == (1, True)
         if job.backend.name != "mlflow":  # it has the values of the first attempt
             counts = [run.config["tracking_init"]["restart_count"] for run in job.backend.runs(job.project)]
             assert counts == [1] * len(restart.writers)
-
-
-def test_the_page_lists_each_kind_with_what_is_to_be_set() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "restarts.md").read_text()
-    rows = {cells[1].strip(): cells[3].strip() for line in page.splitlines() if len(cells := line.split("|")) == 5}
-    for kind, restart in restarts("any").items():
-        assert rows[kind] == ("`run_file=`" if "run_file" in restart.tracking else "nothing"), kind
 
 
 def file_of(run_file: str) -> dict[str, Any]:
@@ -388,29 +394,32 @@ def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "run_file=.*/run.json cannot be read: .* This is a new run"),
-        ('{"trackio": {"base_id": "../x", "project": null, "server": null, "has_ended": false}}', "cannot be read"),
-        ('{"trackio": {"base_id": "x", "has_ended": false, "restart_count": "0"}}', "cannot be read"),
+        ("{", "run_file=.*/run.json.trackio cannot be read: .* This is a new run"),
+        ('{"base_id": "../x", "project": null, "server": null, "has_ended": false}', "cannot be read"),
         (
-            '{"trackio": {"base_id": "x", "has_ended": false, "restart_count": 0, "project": "p", "server": null}}',
+            '{"base_id": "x", "has_ended": false, "restart_count": "0", "after": null, "directory": "/gone"}',
+            "cannot be read",
+        ),
+        (
+            '{"base_id": "x", "has_ended": false, "restart_count": 0, "after": null, "directory": "/", "project": "p"}',
             "is of another place",
         ),
     ],
 )
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, content: str, message: str) -> None:
-    path = job.directory / "run.json"
+    path = job.run_file()
     path.write_text(content)
     output = job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
     assert len([line for line in output.splitlines() if "run_file" in line]) == 1, output
     assert re.search(message, output)
-    unreadable = job.directory / "run.json.unreadable"
+    unreadable = job.directory / "run.json.trackio.unreadable"
     assert unreadable.exists() == (message != "is of another place")
     assert not unreadable.exists() or unreadable.read_text() == content
     job.run(Attempt(), file_of("run.json"), ROWS)
     (points,) = job.points.values()
     assert points == Counter(("rank0", n) for n in range(2 * ROWS))
-    assert json.loads(path.read_text())["trackio"]["has_ended"]
+    assert job.kept()["has_ended"]
 
 
 @pytest.mark.sampled(1)
@@ -450,18 +459,36 @@ def test_an_attempt_that_may_not_resume_has_a_run_of_its_own(job: Job) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
-    """A backup by `cp -al` of what a killed job has left, and a symbolic link."""
+    """A backup by `cp -al` of what a killed job has left, which is no other training's, and a symbolic link."""
     backup, link = job.directory / "backup", job.directory / "latest.json"
     job.run(Attempt(settings=KILLED, succeeds=False), file_of("ckpt/run.json"))
     subprocess.run(["cp", "-al", job.directory / "ckpt", backup], check=True, timeout=60)
-    assert (backup / "run.json").stat().st_nlink == 2
+    assert job.run_file("backup/run.json").stat().st_nlink == 2
     job.run(Attempt(settings=KILLED, succeeds=False), file_of("ckpt/run.json"), ROWS)
     link.symlink_to("ckpt/run.json")
-    job.run(Attempt(settings=KILLED, succeeds=False), file_of("latest.json"), 2 * ROWS)
+    job.run(Attempt(), file_of("latest.json"), 2 * ROWS)
     assert link.is_symlink()
-    job.run(Attempt(), file_of("backup/run.json"), 3 * ROWS)
     (points,) = job.points.values()
-    assert points == Counter(("rank0", n) for n in range(4 * ROWS))
+    assert points == Counter(("rank0", n) for n in range(3 * ROWS))
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_copy_of_the_file_is_a_new_run_and_a_directory_that_was_moved_goes_on(job: Job) -> None:
+    """A training that is branched off the checkpoints of another one, and one whose experiment got another name."""
+    job.run(Attempt(settings=KILLED, succeeds=False), file_of("first/run.json"))
+    (first,) = job.points
+    shutil.copytree(job.directory / "first", job.directory / "branch")
+    output = job.run(Attempt(settings=KILLED, succeeds=False), file_of("branch/run.json"), ROWS)
+    (line,) = (line for line in output.splitlines() if "run_file=" in line)
+    assert re.search(f"run_file=.*/branch/.* is a copy of .*/first/.*, pass id='{first}'. This is a new run", line)
+    job.run(Attempt(), file_of("branch/run.json"), 2 * ROWS)
+    (job.directory / "first").rename(job.directory / "moved")
+    job.run(Attempt(), file_of("moved/run.json"), 3 * ROWS)
+    (branch,) = job.points.keys() - {first}
+    rows = {first: (0, 3), branch: (1, 2)}
+    assert job.points == {
+        run: Counter(("rank0", part * ROWS + n) for part in parts for n in range(ROWS)) for run, parts in rows.items()
+    }
 
 
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
@@ -469,7 +496,8 @@ def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job
     """An id that it does not take, from a file that was edited; a client that is turned off; another team's run."""
     path, kept = job.directory / "run.json", file_of("run.json")
     place = {"entity": None, "project": job.project, "server": job.backend.environment()["WANDB_BASE_URL"]}
-    path.write_text(json.dumps({"wandb": {"base_id": "a:b", "restart_count": 0, "has_ended": False, **place}}))
+    entry = {"base_id": "a:b", "after": None, "restart_count": 0, "has_ended": False, "directory": "/gone"}
+    path.write_text(json.dumps({**entry, **place}))
     output = job.run(Attempt(settings=KILLED, succeeds=False), kept)
     assert "run.json cannot be read: ConfigError: " in output
     text = path.read_text()
@@ -477,13 +505,12 @@ def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job
     assert path.read_text() == text
     output = job.run(Attempt([{"WANDB_ENTITY": "another-team"}]), kept)
     assert "is of another place, {'entity': None" in output
-    assert json.loads(path.read_text())["wandb"]["entity"] == "another-team"
+    assert job.kept()["entity"] == "another-team"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
-def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_failed(job: Job) -> None:
-    """Calls that end together, in threads, write the file one after the other."""
+def test_calls_of_a_process_have_a_file_each_and_a_retry_ends_those_that_have_failed(job: Job) -> None:
     script = job.directory / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -512,20 +539,19 @@ def test_calls_of_a_process_keep_their_entries_and_a_retry_ends_those_that_have_
         assert done.returncode == 0, done.output
         return re.findall("^ID (.*)$", done.output, re.MULTILINE)
 
-    def entries() -> dict[str, bool]:
-        read = json.loads((job.directory / "run.json").read_text())
-        return {key: entry["has_ended"] for key, entry in read.items()}
-
     assert len(set(run("none"))) == 8
-    assert len(entries()) == 8
-    assert all(entries().values())
-    (job.directory / "run.json").unlink()
+    assert len([*job.directory.glob("run.json.*")]) == 8
+    assert all(job.kept(number=number)["has_ended"] for number in range(1, 9))
+    for path in job.directory.glob("run.json.*"):
+        path.unlink()
     before = run("second")
-    assert entries() == {"trackio": True, "trackio-2": False}
+    assert [job.kept(number=number)["has_ended"] for number in (1, 2)] == [True, False]
     # The first call is a new training, so that the second one may be another one than before.
     after = run("first")
-    assert entries() == {"trackio": True, "trackio-2": True}
+    assert job.kept(number=2)["has_ended"]
     assert len({*before, *after}) == 4
+    # The first call has failed, and the second one was its retry.
+    assert len({*before, *after, *run("none of two")}) == 6
 
 
 @pytest.mark.full
@@ -535,29 +561,43 @@ def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     output = job.run(Attempt(), file_of("a-file/run.json"))
     assert "run_file=" in output
     assert len(job.points) == 1
-    (job.directory / "run.json.lock").mkdir()
-    output = job.run(Attempt(), file_of("run.json"))
-    assert len(re.findall("run_file=.* cannot be written, so that the next job will not go on in run", output)) == 1
-    assert output.count("run_file=") == 1
-    (job.directory / "run.json.lock").rmdir()
-    job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
-    (job.directory / "run.json.lock").mkdir()
-    output = job.run(Attempt(), file_of("run.json"), ROWS)
-    assert "so that the next job goes on in run run-" in output
-    assert output.count("run_file=") == 1
+    script = job.directory / "full_disk.py"
+    script.write_text(
+        "import errno, os, signal, sys\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "from flyteplugins_tracking._runs import run_file\n"
+        "def refuse(*_):\n"
+        "    raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "if sys.argv[2] != 'kill':\n"
+        "    run_file.replace_whole = refuse\n"
+        "@tracking_init(tracker='trackio', project=sys.argv[1], run_file='run.json')\n"
+        "def train():\n"
+        "    print('ID', get_run().id, flush=True)\n"
+        "    sys.argv[2] == 'kill' and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train()\n"
+    )
+    outputs = [
+        jobs.run([sys.executable, script, job.project, how], job.directory, job.backend.environment()).output
+        for how in ("end", "kill", "end")
+    ]
+    assert len(re.findall("run_file=.* cannot be written, so that the next job will not go on in run", outputs[0])) == 1
+    assert re.findall("so that the next job goes on in run (run-.*) in any case", outputs[2]) == re.findall(
+        "^ID (.*)$", outputs[1], re.MULTILINE
+    )
+    assert [output.count("run_file=") for output in outputs] == [1, 0, 1]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
     """As root, a name in /dev could be replaced."""
-    os.mkfifo(job.directory / "fifo")
-    (job.directory / "folder").mkdir()
+    os.mkfifo(job.run_file("fifo"))
+    job.run_file("folder").mkdir()
     for name in ("fifo", "folder"):
         output = job.run(Attempt(), file_of(name))
-        assert re.search(f"run_file=.*/{name} cannot be read: .*This is a new run$", output, re.MULTILINE)
+        assert re.search(f"run_file=.*/{name}.trackio cannot be read: .*This is a new run$", output, re.MULTILINE)
         assert output.count("run_file=") == 1
-    assert (job.directory / "fifo").is_fifo()
+    assert job.run_file("fifo").is_fifo()
     assert not [*job.directory.glob("fifo*")][1:]
     assert len(job.points) == 2
 
@@ -566,11 +606,13 @@ def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
 @needs_root
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_another_users_file_stays_and_costs_a_warning(job: Job) -> None:
-    path = job.directory / "run.json"
+    path = job.run_file()
     path.write_text("{}")
     os.chown(path, NOBODY, NOBODY)
     output = job.run(Attempt(), file_of("run.json"))
-    assert re.search("run_file=.*/run.json cannot be read: PermissionError: .*This is a new run$", output, re.MULTILINE)
+    assert re.search(
+        "run_file=.*/run.json.trackio cannot be read: PermissionError: .*This is a new run$", output, re.MULTILINE
+    )
     assert output.count("run_file=") == 1
     assert (path.read_text(), path.stat().st_uid) == ("{}", NOBODY)
     assert not [*job.directory.glob("*.unreadable")]
@@ -584,7 +626,7 @@ def running(job: Job, directory: Path) -> Iterator[Callable[..., str]]:
     settings = {"tracker": job.backend.name, "project": job.project, "tracking": tracking, "rows": ROWS}
     slow = json.dumps({**settings, "end": "kill", "before_s": 30})
     first = jobs.start([*words, slow], directory, job.backend.environment())
-    wait_until(lambda: (directory / "run.json").exists(), first)
+    wait_until(lambda: any(path.suffix != ".lock" for path in directory.glob("run.json*")), first)
 
     def run_second(end: str = "return") -> str:
         second = json.dumps({**settings, "first": 100, "end": end})
@@ -600,11 +642,11 @@ def running(job: Job, directory: Path) -> Iterator[Callable[..., str]]:
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> None:
     with running(job, job.directory) as run_second:
-        kept = (job.directory / "run.json").read_text()
+        kept = job.kept()
         output = run_second()
         assert "run_file=" in output
         assert "is used by another job: this is a new run" in output
-        assert (job.directory / "run.json").read_text() == kept
+        assert job.kept() == kept
     assert len(job.points) == 2
 
 
@@ -613,7 +655,8 @@ def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job)
     """An experiment that is branched off the checkpoints of a job which still runs."""
     with running(job, job.directory / "first") as run_second:
         shutil.copy(job.directory / "first" / "run.json", job.directory / "run.json")
-        (own_id,) = re.findall("is open in another process or thread: this one is (.*)", run_second("raise"))
+        assert "is a copy of" in run_second("raise")
+        own_id = job.kept()["base_id"]
     job.run(Attempt(), file_of("run.json"), 2 * ROWS)
     assert job.points[own_id] == Counter(("rank0", n) for n in (*range(100, 100 + ROWS), *range(2 * ROWS, 3 * ROWS)))
 
@@ -635,7 +678,7 @@ def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
             nodes.append(jobs.start(words, job.directory / str(node), job.backend.environment()))
         ended = [jobs.finish(node, job.directory / str(node)) for node in nodes]
         assert all((one.returncode == 0) == bool(number) for one in ended), [one.output for one in ended]
-    assert len(list(job.directory.glob("*/run.json"))) == 1
+    assert len(list(job.directory.glob("*/run.json*"))) == 1
     assert len(job.points) == 2
     assert sum(map(Counter, job.points.values()), Counter()) == Counter(
         (f"rank{rank}", number) for rank in range(2) for number in range(2 * ROWS)
@@ -674,7 +717,7 @@ def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
-def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
+def test_stacked_trackers_have_a_file_each(job: Job) -> None:
     script = job.directory / "stacked.py"
     script.write_text(
         "import os, signal, sys\n"
@@ -693,7 +736,7 @@ def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
     ]
     killed, again, new = (re.findall("^IDS (.*)$", output, re.MULTILINE) for output in outputs)
     assert killed == again != new, outputs
-    assert sorted(json.loads((job.directory / "run.json").read_text())) == ["trackio", "wandb"]
+    assert {path.name for path in job.directory.glob("run.json*")} == {"run.json", "run.json.trackio"}
 
 
 @pytest.mark.full
@@ -709,7 +752,7 @@ def test_ranks_that_torchrun_starts_again_stay_in_the_files_run_if_rank_0_had_re
         "    if run := get_run():\n"
         "        print('ID', run.id, flush=True)\n"
         "    elif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "        while '\"has_ended\": true' not in Path('run.json').read_text():\n"
+        "        while '\"has_ended\": true' not in Path('run.json.trackio').read_text():\n"
         "            time.sleep(0.01)\n"
         "        raise ValueError\n"
         "train()\n"
@@ -719,4 +762,4 @@ def test_ranks_that_torchrun_starts_again_stay_in_the_files_run_if_rank_0_had_re
     done = jobs.run([*torchrun("--max-restarts=1"), script, job.project], job.directory, job.backend.environment())
     assert done.returncode == 0, done.output
     assert re.findall("ID (.*)", done.output) == [killed] * 2
-    assert json.loads((job.directory / "run.json").read_text())["trackio"]["restart_count"] == 2
+    assert job.kept()["restart_count"] == 2

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from support import jobs
+from support.users import needs_root
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import starts
 from flyteplugins_tracking._job.identity import Identity, from_launcher, identity_of_program
-from flyteplugins_tracking._util.lock import locked
+from flyteplugins_tracking._rank import children
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINING = """\
@@ -273,12 +274,22 @@ def test_a_login_that_slurm_lets_into_a_job_is_no_start_of_it() -> None:
     assert starts.outer_job({**login, "SLURMD_NODENAME": "n"}) == starts.outer_job(JOB) is not None
 
 
-@pytest.mark.parametrize(("above", "counts"), [("bash", False), ("slurmstepd", True)])
-def test_starts_in_containers_of_a_job_are_not_counted(monkeypatch, tmp_path, above, counts):
-    """Each has a first process of its own, which may have no variables, and cannot see the others."""
-    monkeypatch.setattr(starts, "private_directory", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(starts.proc, "command_name", lambda pid: "appinit" if pid == 1 else above)
-    assert (identity_of_program(JOB).base_id is not None) == counts
+NEW_PIDS = "unshare --pid --fork --mount-proc"
+NEW_TMP = (
+    "unshare --mount sh -c 'mount --bind . /mnt && mount -t tmpfs none /tmp && mkdir -p $PWD && "
+    'mount --bind /mnt "$PWD" && cd "$PWD" && "$@"\' sh'
+)
+
+
+@needs_root
+@pytest.mark.parametrize(("container", "is_told"), [("", True), (NEW_PIDS, False), (NEW_TMP, False)])
+def test_a_start_in_a_container_that_does_not_show_the_job_is_a_new_run_and_says_so(tmp_path, container, is_told):
+    """Slurm names the process of its task: a container with processes of its own has no such one."""
+    job = {**SLURM, "SLURM_JOB_ID": secrets.token_hex(4)}
+    script = "export SLURM_TASK_PID=$$\n" + TWICE.format("a", f"{container} {sys.executable} train.py") + "true\n"
+    ids = started(tmp_path, script, job)
+    assert len(set(ids.values())) == 2
+    assert all(base_id.startswith("slurm-") == is_told for base_id in ids.values())
 
 
 def full_disk(*_: object, **__: object) -> Path:
@@ -289,7 +300,7 @@ def test_starts_that_cannot_be_counted_have_a_random_id_and_a_warning(monkeypatc
     monkeypatch.setattr(starts, "private_directory", full_disk)
     monkeypatch.setattr(starts._warn_once, "_logged", set())
     assert identity_of_program(JOB) == Identity(None)
-    assert re.findall("cannot be counted.*No space left on device.*run_file=", caplog.text)
+    assert re.findall("cannot be told: .*No space left on device.*makes a new run.*run_file=", caplog.text)
 
 
 def test_ranks_of_a_step_whose_starts_cannot_be_counted_agree_all_the_same(monkeypatch, caplog):
@@ -299,13 +310,23 @@ def test_ranks_of_a_step_whose_starts_cannot_be_counted_agree_all_the_same(monke
     info = DistributedInfo(rank=1, world_size=2, launcher="slurm", job_id="7")
     step = {**JOB, "SLURM_STEP_ID": "0"}
     assert from_launcher(info, step, agreement=True) == Identity("slurm-c-7-0-train")
-    assert "cannot be counted" in caplog.text
+    assert "cannot be told" in caplog.text
 
 
-def test_a_start_does_not_wait_for_one_that_is_stopped(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(starts, "private_directory", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(starts._warn_once, "_logged", set())
-    monkeypatch.setattr(starts, "_LOCK_S", 0.1)
-    with locked(tmp_path / "lock"):
-        assert identity_of_program(JOB) == Identity(None)
-    assert re.findall(f"lock is locked by host .*, pid {os.getpid()},", caplog.text)
+def test_a_start_beside_one_that_another_process_has_started_is_a_new_run_and_says_so(tmp_path: Path) -> None:
+    """Two scripts at the same time, whose trainings only their variables tell apart."""
+    job = {**SLURM, "SLURM_JOB_ID": secrets.token_hex(4)}
+    (tmp_path / "one.sh").write_text("export TAG=$1 LIVE=3; python train.py; true\n")
+    ids = started(tmp_path, "bash one.sh a & sleep 0.5; bash one.sh b & wait", job)
+    assert [base_id.startswith("slurm-") for _, base_id in sorted(ids.items(), key=lambda pair: pair[1])] == [
+        False,
+        True,
+    ]
+
+
+def test_a_worker_of_a_pool_is_no_start(monkeypatch):
+    """Ray Train's rank 0 may have the numbers of a task of Slurm's, and another name than the other ranks then."""
+    step = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    ranks = [DistributedInfo(rank=rank, world_size=2, launcher="ray", job_id="fit-1") for rank in range(2)]
+    monkeypatch.setattr(children, "variables_at_birth", lambda: {"RANK": "0", "WORLD_SIZE": "2"})
+    assert {from_launcher(rank, step, agreement=True, in_pool=True).base_id for rank in ranks} == {"fit-1"}
