@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
-import signal
 import sqlite3
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,12 +16,10 @@ from typing import Any
 import pytest
 from support import backends, jobs
 from support.loopback import Fault
-from support.waiting import wait_for_file, wait_until
 from support.wandb_server import WandbServer
 
 PROGRAM = jobs.PROGRAMS / "unavailable.py"
 SERVERS = {name: getattr(backends, name) for name in ("wandb", "mlflow", "pluto", "trackio")}
-WATCHDOG = ["TimeoutError", "ConnectionResetError", "OwnError"]
 
 
 @pytest.fixture(
@@ -100,32 +95,6 @@ def test_the_rows_of_an_outage_are_sent_by_the_next_attempt(service, tmp_path, f
     back = opened(service, tmp_path, None)
     assert back.returncode == 0, back.output
     assert rows_of(service) == 2, back.output
-
-
-@pytest.mark.parametrize(
-    "service",
-    [
-        "wandb",
-        *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "pluto", "trackio")),
-    ],
-    indirect=True,
-)
-def test_what_a_signal_handler_raises_while_a_run_is_opened_stays_what_it_is(service, tmp_path):
-    fault = Fault.mute()
-    with away(service, fault) as env:
-        process = jobs.start(command(service, 40, watchdog=WATCHDOG), tmp_path, env)
-        wait_for_file(tmp_path / "pid", process)
-        for number in range(len(WATCHDOG)):
-            hits = fault.hits
-            (tmp_path / f"go-{number}").touch()
-            wait_until(lambda before=hits: fault.hits > before, process)
-            time.sleep(0.2)  # the client waits for the answer by now
-            os.kill(int((tmp_path / "pid").read_text()), signal.SIGALRM)
-            wait_for_file(tmp_path / f"called-{number}", process)
-        done = jobs.finish(process, tmp_path)
-    assert re.findall(r"WATCHDOG (\w+) (\w+)", done.output) == [(name, "True") for name in WATCHDOG], done.output
-    assert "BODY" not in done.output
-    assert done.returncode == 0
 
 
 def rows_of(service: Any) -> int:
