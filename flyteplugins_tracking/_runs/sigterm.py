@@ -372,6 +372,8 @@ class Sigterm(PerProcess):
         if self._signalled_at is None:
             WATCH.at_sigterm()
             self._signalled_at = time.monotonic()
+            if self._postponement is not None:  # the next `should_stop()` knows it
+                self._postponement.on_sigterm()
             self._pipe.add(_WAKE)  # the thread, if it has not read the signal itself
 
     # The thread
@@ -404,8 +406,6 @@ class Sigterm(PerProcess):
 
     def _end_in_time(self) -> None:
         """Let the signal take effect, and end the runs before the launcher kills, if the functions do not."""
-        if self._postponement is not None:
-            self._postponement.on_sigterm()
         if not self._has_handler:
             self._tell_services(_TELL_S)
         while (postponement := self._postponement) is not None and postponement.lasts():
