@@ -65,9 +65,8 @@ class Script:
 
     Attributes:
         loss: A column of each row that a forward pass brings.
-        column: The column that counts these rows, or None for W&B's step;
-        steps: its values in a whole training;
-        again: and in what is trained after a restart, where that is not the whole training.
+        column: The column that counts these rows.
+        again: Its values in what is trained after a restart, where that is not the whole training.
         arguments: Those of a whole training.
         long: And more, for one that does not end by itself.
         config: Some of the config.
@@ -77,8 +76,7 @@ class Script:
     """
 
     loss: str
-    column: str | None
-    steps: range = range(PASSES)
+    column: str
     again: range | None = None
     arguments: tuple[str, ...] = ()
     long: tuple[str, ...] = ("--steps=100000",)
@@ -90,20 +88,18 @@ class Script:
     def values(self, run: RecordedRun) -> list[int]:
         """What its column has in the rows of the forward passes."""
         rows = sorted((row for row in run.rows if self.loss in row), key=lambda row: row["_step"])
-        if self.column is None:  # of an attempt that begins again, the run's steps go on, and its own are in a column
-            return [row.get("global_step", row["_step"]) for row in rows]
         return [functools.reduce(dict.__getitem__, self.column.split("."), row) for row in rows]
 
     def expected(self, fault: str, begun: int) -> list[list[int]]:
         """What it may have; `begun` forward passes were begun, and the last one may have no row."""
-        whole = list(self.steps)
+        whole = list(range(PASSES))
         if fault == "none":
             return [whole]
         if fault == "exception":
             return [whole[:AT]]
         if fault == "sigkill":
-            return [whole[:AT] + list(self.again or self.steps)]
-        return [[self.steps.start + self.steps.step * i for i in range(rows)] for rows in (begun - 1, begun)]
+            return [whole[:AT] + list(self.again or range(PASSES))]
+        return [list(range(rows)) for rows in (begun - 1, begun)]
 
 
 SCRIPTS = {
@@ -114,7 +110,7 @@ SCRIPTS = {
         config={"batch_size": 4, "backend": "gloo", "decay_lr": True},
         brief="sigterm",
     ),
-    "sixty_arguments": Script(
+    "many_arguments": Script(
         "train/loss",
         "step",
         again=range(AT, PASSES),  # it has a checkpoint
@@ -135,24 +131,8 @@ SCRIPTS = {
     "trainer_class/main": Script(
         "train/loss", "iteration", long=("100000",), config={"data": {"samples": 64}}, brief="sigterm"
     ),
-    "tensorboard_sync": Script(
-        "losses/value_loss",
-        "global_step",
-        range(16, 16 * PASSES + 1, 16),
-        long=("--num-updates=100000",),
-        config={"exp_name": "ppo", "wandb_entity": None, "world_size": 2, "device_ids": []},
-        brief="sigterm",
-    ),
-    "accelerate_tracking": Script(
-        "loss",
-        None,
-        arguments=("--cpu", "--with_tracking"),
-        long=("--num_epochs=100000",),
-        config={"lr": 2e-3, "batch_size": 4},
-        brief="exception",
-    ),
 }
-MLFLOW = Script("loss", None)
+MLFLOW = Script("loss", "")
 
 
 def train(directory: Path, command: list[str], script: Script, fault: str, env: Mapping[str, str]) -> jobs.Done:
@@ -220,7 +200,7 @@ def faults_of(script: Script) -> list[str]:
 UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none")}
 
 
-DEFAULT_TIER = ("module_level", "sixty_arguments", "tensorboard_sync", "trainer_class/main")
+DEFAULT_TIER = ("module_level", "many_arguments", "trainer_class/main")
 
 
 def tier_of(form: Callable[[str], list[str]], name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -254,8 +234,8 @@ def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, nam
     assert (run.summary.get("failure/rank"), run.summary.get("failure/type")) == what.failure
 
 
-# By hand, with a class that trains, and with a framework's own tracking.
-PARITY = ("sixty_arguments", "trainer_class/main", "accelerate_tracking")
+# By hand, and with a class that trains.
+PARITY = ("many_arguments", "trainer_class/main")
 
 
 @pytest.mark.full
@@ -268,7 +248,7 @@ def test_a_moved_script_sends_what_the_bare_one_sends(tmp_path, name):
     )
     assert done.returncode == 0, done.output
     assert [row.keys() for row in now.rows] == [row.keys() for row in was.rows]
-    assert SCRIPTS[name].values(now) == SCRIPTS[name].values(was) == list(SCRIPTS[name].steps)
+    assert SCRIPTS[name].values(now) == SCRIPTS[name].values(was) == list(range(PASSES))
     assert _without(now.config, OURS | OF_A_JOB) == _without(was.config, OF_A_JOB)
     assert now.summary.keys() == was.summary.keys()
     assert (set(now.tags), now.notes, now.exit_codes) == (set(was.tags), was.notes, [0])

@@ -34,7 +34,7 @@ needs_sweeps = pytest.mark.skipif(
 
 FLYTEKIT = jobs.PROGRAMS / "compat_flytekit.py"
 
-TASKS, WORKERS = {"module": "compat_tasks"}, {"module": "compat_workers"}
+TASKS = {"module": "compat_tasks"}
 
 
 def seen(directory: Path, tag: str) -> list[dict]:
@@ -89,14 +89,6 @@ def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
     assert not (flytekit_programs.directory / "downloaded-1").exists()
 
 
-@pytest.mark.full
-@needs_flytekit
-def test_a_failing_flytekit_task_has_a_failed_run(tmp_path):
-    done = jobs.python(tmp_path, FLYTEKIT, "failing")
-    assert done.returncode != 0
-    assert [run.exit_code for run in done.runs] == [1]
-
-
 @needs_flytekit
 def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
     with WandbServer() as server:
@@ -132,34 +124,6 @@ def test_quickstart(tmp_path):
     assert (run.exit_code, [(row["loss"], row["accuracy"]) for row in run.rows]) == (0, [(0.5, 0.9)])
 
 
-@pytest.mark.full
-@needs_flyte
-@pytest.mark.parametrize(
-    ("task", "by_rank", "group"),
-    [
-        ("auto_worker", ["r1-a0-worker-0", None], "r1-a0"),
-        pytest.param("shared_global", ["r1-a0", "r1-a0"], None, marks=pytest.mark.full),
-        pytest.param(
-            "new_worker",
-            ["r1-a0-worker-0-rank-0", "r1-a0-worker-0-rank-1"],
-            "r1-a0-worker-0",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_modes_and_scopes_on_elastic_workers(tmp_path, task, by_rank, group):
-    from support import flyte2_pods
-
-    done = flyte2_pods.run(task, tmp_path, **WORKERS)
-    assert done.error is None, done.output
-    reports = seen(tmp_path, task)
-    assert [report["run"] for report in reports] == by_rank
-    assert [(report["kind"], report["info"]["rank"]) for report in reports] == [("dict", 0), ("dict", 1)]
-    assert {run.id for run in done.runs} == set(by_rank) - {None}
-    assert {run.group or None for run in done.runs} == {group}
-    assert {run.exit_code for run in done.runs} == {0}
-
-
 @needs_flyte
 def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path):
     from support import flyte2_pods
@@ -173,15 +137,6 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
     assert independent[0] != own[0]
     assert independent[1:] == ["override-project", ["decorated"], ["override-project", ["overridden"], "auto"]]
     assert sorted(len(run.rows) for run in done.runs) == [0, 2]
-
-
-@pytest.mark.full
-@needs_flyte
-def test_a_decorators_mode_goes_before_the_contexts(tmp_path):
-    from support import flyte2_pods
-
-    done = flyte2_pods.run("shared_global", tmp_path, context=wandb_config(run_mode="new"), **WORKERS)
-    assert {run.id for run in done.runs} == {"r1-a0"}, done.output
 
 
 @needs_flyte

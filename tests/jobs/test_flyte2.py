@@ -136,26 +136,6 @@ def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     assert values(server.run("r1-calls_a_function").rows, "inner") == [0, 1, 2]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_the_mode_of_the_variable_holds_in_a_pod(server, tmp_path, mode):
-    before = len(server.runs)
-    done = flyte2_pods.run("plain", tmp_path, module=MODULE, **{**server.environment, "WANDB_MODE": mode})
-    assert done.error is None, done.output
-    assert len(server.runs) == before
-    assert [len(run.rows) for run in done.runs] == ([3] if mode == "offline" else [])
-
-
-@pytest.mark.full
-def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
-    nobody = {"WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": "fa4e" * 10}
-    context = tracking_config(if_unavailable="degrade", init_timeout_s=4.0)
-    done = flyte2_pods.run("plain", tmp_path, module=MODULE, context=context, WANDB_MODE="online", **nobody)
-    assert (done.error, done.outputs) == (None, ["r1-a0"]), done.output
-    assert [len(run.rows) for run in done.runs] == [3]
-    assert "flyteplugins-tracking send" in done.output
-
-
 # Parents and children
 
 

@@ -176,30 +176,6 @@ def test_a_start_run_of_the_function_joins_its_run_and_describes_it(server, tmp_
 
 
 @pytest.mark.full
-def test_autologging_that_the_function_turns_on_logs_to_its_run(server, bare_environment):
-    import mlflow
-    from sklearn.linear_model import LinearRegression
-
-    @tracking_init(tracker="mlflow", project="autolog", id="autolog", tracking_uri=server.url)
-    def train():
-        mlflow.sklearn.autolog(log_models=False, log_datasets=False)
-        LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])
-        with mlflow.start_run(nested=True):
-            LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])
-        return mlflow.active_run() is get_run()
-
-    try:
-        assert train()
-    finally:
-        mlflow.sklearn.autolog(disable=True)
-    nested, run = sorted(server.runs("autolog"), key=lambda run: run.id == "autolog")
-    assert len(run.values("training_mean_squared_error")) == len(nested.values("training_mean_squared_error")) == 1
-    assert nested.tags["mlflow.parentRunId"] == run.run_id
-    assert run.params["fit_intercept"] == "True"
-    assert [nested.status, run.status] == ["FINISHED"] * 2
-
-
-@pytest.mark.full
 def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_not_hold(
     server, tmp_path, bare_environment, monkeypatch
 ):

@@ -195,14 +195,6 @@ def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
 
 
 @pytest.mark.full
-def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
-    done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
-    assert done.returncode == 0
-    assert done.output.count("the owner of the run logs 'rollout-0/rank0'") == 1
-    assert "rename" not in job.run("rollout-1", rows=5, key="rollout-0/rank0").output
-
-
-@pytest.mark.full
 def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.run(roles=ROLES, rows=3).returncode == 0
     before = job.stored

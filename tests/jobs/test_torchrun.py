@@ -64,21 +64,6 @@ def test_a_plain_function_under_torchrun_has_one_run_for_all_ranks(four_ranks):
     assert len(four_ranks("auto", "global").runs) == 1
 
 
-@pytest.mark.full
-def test_ids_and_groups_follow_the_table(four_ranks):
-    base = four_ranks("auto", "global").runs[0]
-    assert base.group == ""
-    (worker,) = four_ranks("auto", "worker").runs
-    assert worker.id == f"{worker.group}-worker-0"
-    ranks = sorted(four_ranks("new", "global").runs, key=lambda run: run.id)
-    assert [run.id for run in ranks] == [f"{ranks[0].group}-rank-{rank}" for rank in range(FOUR)]
-    local = sorted(four_ranks("new", "worker").runs, key=lambda run: run.id)
-    assert [run.id for run in local] == [f"{local[0].group}-rank-{rank}" for rank in range(FOUR)]
-    assert local[0].group.endswith("-worker-0")
-    groups = [{run.group for run in runs} for runs in (ranks, local)]
-    assert [len(group) for group in groups] == [1, 1]
-
-
 @pytest.mark.parametrize("rank_scope", ["global", "worker"])
 def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing(four_ranks, rank_scope):
     done = four_ranks("auto", rank_scope)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import re
 import signal
 import sqlite3
 import subprocess
@@ -236,12 +235,6 @@ def test_a_send_that_is_killed_again_and_again_sends_each_row_once(tmp_path):
     assert not journals_left(tmp_path)
 
 
-def test_rows_arrive_if_no_journal_can_be_written(tmp_path):
-    (tmp_path / "tracking-offline").touch()
-    logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), kills=0)
-    assert assert_each_once(tmp_path, logged) == "finished"
-
-
 def test_rows_that_were_logged_to_files_are_sent_by_the_next_attempt(tmp_path):
     """The directory cannot be used in the first attempt, which `if_unavailable="degrade"` lets go on."""
     (tmp_path / "trackio").touch()
@@ -264,39 +257,16 @@ def test_a_job_that_goes_back_keeps_all_rows(tmp_path):
     assert sorted(found, key=lambda row: row[1]) == [*((n, 0) for n in range(10)), *((n, 1) for n in range(6, 9))]
 
 
-def failed_while_the_files_were_locked(directory: Path, *arguments: str) -> jobs.Done:
-    process = start(directory, "fails_while_the_files_are_locked", *arguments)
-    wait_for_file(directory / "opened", process)
-    wait_until(lambda: row_count(directory) == 1, process)
-    with (directory / "trackio" / "p.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (directory / "locked").touch()
-        done = jobs.finish(process, directory, timeout_s=2 * jobs.TIME_SCALE)  # kill_after_s=4
-    assert "ValueError: made to fail" in done.output
-    return done
-
-
-@pytest.mark.full
-def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(tmp_path):
-    done = failed_while_the_files_were_locked(tmp_path, "3000")
-    said = re.search(
-        r"(\d+) rows of run i could not be written .* (\d+) of them are kept .* (\d+) are lost", done.output
-    )
-    assert said is not None, done.output
-    unwritten, kept, lost = map(int, said.groups())
-    assert (unwritten, kept + lost) == (49, 49)
-    assert kept > 0
-    send(
-        done.output.partition("Send them later: ")[2].splitlines()[0],
-        tmp_path,
-        jobs.environment(tmp_path, **environment(tmp_path)),
-    )
-    assert sorted(row["a"] for _, row in rows(tmp_path)) == list(range(1 + kept))
-
-
 @pytest.mark.full
 def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
-    done = failed_while_the_files_were_locked(tmp_path)
+    process = start(tmp_path, "fails_while_the_files_are_locked")
+    wait_for_file(tmp_path / "opened", process)
+    wait_until(lambda: row_count(tmp_path) == 1, process)
+    with (tmp_path / "trackio" / "p.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (tmp_path / "locked").touch()
+        done = jobs.finish(process, tmp_path, timeout_s=2 * jobs.TIME_SCALE)  # kill_after_s=4
+    assert "ValueError: made to fail" in done.output
     assert "49 rows of run i" in done.output
     assert "They are kept in files." in done.output
     assert len(rows(tmp_path)) == 1

@@ -149,20 +149,6 @@ def test_only_the_function_ends_the_run(tmp_path, ending):
     assert [row["x"] for row in run.rows] == [1, 2]
 
 
-def test_explicit_steps_keep_all_rows(tmp_path):
-    """Accelerate and Lightning pass `step=`: a row of our own would cost one of theirs."""
-    done = runs(tmp_path, "explicit_steps")
-    assert [(row["_step"], row["x"]) for row in done.runs[0].rows] == [(0, 0), (1, 1), (2, 2), (3, 3)], done.output
-
-
-def test_a_new_run_inside_a_run_leaves_the_outer_one_open(tmp_path):
-    done = runs(tmp_path, "nested_new")
-    assert done.returncode == 0, done.output
-    stored = {run.id: run for run in done.runs}
-    assert [row["inner"] for row in stored["inner"].rows] == [1]
-    assert [row["outer"] for row in stored["outer"].rows] == [1]
-
-
 @pytest.mark.full
 def test_trainings_in_several_threads_open_their_runs(tmp_path):
     """wandb's settings, read by the first thread, are seen half read by a second."""
@@ -170,12 +156,6 @@ def test_trainings_in_several_threads_open_their_runs(tmp_path):
     assert done.returncode == 0, done.output
     assert sorted(row["number"] for run in done.runs for row in run.rows) == [0, 1, 2]
     assert {run.exit_code for run in done.runs} == {0}
-
-
-def test_a_run_that_the_user_opened_before_is_left_alone(tmp_path):
-    done = runs(tmp_path, "global_run_before")
-    assert done.returncode == 0, done.output
-    assert {run.id: run.exit_code for run in done.runs} == {"mine": 5, "ours": 0}
 
 
 @pytest.mark.full
@@ -319,12 +299,6 @@ def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(tmp_path)
     root = Path(flyteplugins_tracking.__file__).parent.parent
     done = jobs.run([sys.executable, "-S", TRAINING], tmp_path, {"PYTHONPATH": str(root)})
     assert 'TrackerNotInstalledError: pip install "flyteplugins-tracking[wandb]"' in done.output
-
-
-def test_an_id_that_wandb_would_refuse_is_rejected_before_it_is_used(tmp_path):
-    done = train(tmp_path, WANDB_RUN_ID="a/b")
-    assert "ConfigError: run id 'a/b' contains /, which W&B does not accept in an id" in done.output
-    assert done.runs == []
 
 
 def test_a_child_of_lightnings_own_launcher_gets_no_run(tmp_path):

@@ -1,14 +1,12 @@
 """A script without a function, whose training is in a `with tracking_run(...)`: its last argument is a JSON object.
 
-Keys: `how`: "with", or a way in which `WAYS` enters the block; `tracking`: the arguments. `rows`: how many to log, by
-default 5. `end`: {rank: "raise", "exit", "kill" or "hang"}, in torchelastic's first attempt.
+Keys: `how`: "with", or a way in which `WAYS` enters the block. `end`: {rank: "raise", "exit" or "hang"}.
 """
 
 import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -17,26 +15,22 @@ from pathlib import Path
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init, tracking_run
 
 SETTINGS = json.loads(sys.argv[-1])
-ARGUMENTS = {"project": "p", **SETTINGS.get("tracking", {})}
-ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+ARGUMENTS = {"project": "p"}
 
 
 def body(run):
     assert run is get_run()
     info = get_distributed_info()
-    for row in range(SETTINGS.get("rows", 5)):
+    rank = info.rank if info else 0
+    for row in range(5):
         if run is not None:
-            run.log({"row": row, "attempt": ATTEMPT})
-    Path(os.environ["TRAIN_DIR"], f"logged-{info.rank if info else 0}-{ATTEMPT}").touch()
-    how = None if ATTEMPT else SETTINGS.get("end", {}).get(str(info.rank if info else 0))
+            run.log({"row": row})
+    Path(os.environ["TRAIN_DIR"], f"logged-{rank}").touch()
+    how = SETTINGS.get("end", {}).get(str(rank))
     if how == "raise":
-        time.sleep(1)
         raise ValueError("made to fail")
     if how == "exit":
         sys.exit(5)
-    if how == "kill":
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
     if how == "hang":
         time.sleep(60)
 

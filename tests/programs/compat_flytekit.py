@@ -61,14 +61,6 @@ async def async_in_a_directory(directory: FlyteDirectory) -> str:
     return training("async_in_a_directory")
 
 
-@task
-@wandb_init(secret=KEY, **WHERE)
-def failing(n: int) -> str:
-    if training("failing"):
-        raise ValueError("made to fail")
-    return ""
-
-
 @workflow
 def pipeline(directory: FlyteDirectory) -> str:
     below(n=1)
@@ -110,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    {"all": main, "server": to_another_server, "failing": lambda: failing(n=1)}[sys.argv[1]]()
+    {"all": main, "server": to_another_server}[sys.argv[1]]()

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning_ddp
-from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 
 from flyteplugins_tracking import get_run, tracking_init
-
-
-@tracking_init(tracker="mlflow", id="mlflow", project="mlflow", name="ours")
-def mlflow() -> None:
-    """Must come first: ranks without a run make their clients while the rank with one makes the store's tables."""
-    run = get_run()
-    lightning_ddp.fit(MLFlowLogger(tracking_uri=os.environ["MLFLOW_TRACKING_URI"], run_id=run and run.run_id))
-    see("mlflow")
 
 
 @tracking_init(id="wandb", project="wandb", name="ours", config={"mine": 1})
@@ -36,12 +28,6 @@ def wandb() -> None:
     see("wandb", same=run is not None and logger.experiment is run)
     if run is not None:
         run.log({"after": 1})
-
-
-@tracking_init(id="shared", project="shared", run_mode="shared")
-def shared() -> None:
-    lightning_ddp.fit(WandbLogger())
-    get_run().log({"rank": int(os.environ["RANK"])})
 
 
 @tracking_init(id="own", project="own")
@@ -60,6 +46,6 @@ def see(function: str, **values: Any) -> None:
 
 
 if __name__ == "__main__":
-    functions = {"mlflow": mlflow, "wandb": wandb, "shared": shared, "own": own, "example": lightning_ddp.train}
+    functions = {"wandb": wandb, "own": own, "example": lightning_ddp.train}
     for name in sys.argv[1:]:
         functions[name]()

@@ -35,9 +35,9 @@ def three_times() -> None:
         train(n)
 
 
-def one_after_the_other(variable: str) -> None:
-    """Each rank, or node, begins when the function of the one before it has returned. `variable` has its number."""
-    number = int(os.environ[variable])
+def one_after_the_other() -> None:
+    """Each node begins when the function of the one before it has returned."""
+    number = int(os.environ["GROUP_RANK"])
 
     @tracking_init(project="tests", run_mode="shared", id="late", kill_after_s=PATIENCE_S)
     def train() -> None:

@@ -7,7 +7,6 @@ Two of them need more:
 
 import logging
 import os
-import resource
 import socket
 import sys
 import time
@@ -57,15 +56,10 @@ def goes_back() -> None:
 
 @tracking_init(**TRACKING, kill_after_s=4)
 def fails_while_the_files_are_locked() -> None:
-    """Logs one row, then 49 more when the file `locked` is there, and raises.
-
-    With an argument, a file can have so many bytes then.
-    """
+    """Logs one row, then 49 more when the file `locked` is there, and raises."""
     get_run().log({"a": 0})
     Path("opened").touch()
     wait_for("locked")
-    if ARGUMENTS:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(ARGUMENTS[0]), resource.RLIM_INFINITY))
     for number in range(1, 50):
         get_run().log({"a": number})
     raise ValueError("made to fail")

@@ -79,15 +79,6 @@ def user_finishes(how: str) -> None:
     train()
 
 
-def explicit_steps() -> None:
-    @tracking_init
-    def train() -> None:
-        for step in range(4):
-            get_run().log({"x": step}, step=step)
-
-    train()
-
-
 def log_late(run: Any) -> None:
     """A validation whose steps are epochs, ten results of an evaluation that come late, and steps that go on."""
     for step in range(10):
@@ -149,23 +140,6 @@ def speaks(number: str) -> None:
     train()
 
 
-def nested_new() -> None:
-    """A function with a new run is called in one with a run."""
-
-    @tracking_init(run_mode="new", id="inner")
-    def inner() -> None:
-        wandb.log({"inner": 1})
-
-    @tracking_init(id="outer")
-    def outer() -> None:
-        inner()
-        assert wandb.run is get_run()
-        wandb.log({"outer": 1})
-
-    outer()
-    assert wandb.run is None
-
-
 def in_threads() -> None:
     @tracking_init(id="given")
     def train(number: int) -> str:
@@ -174,20 +148,6 @@ def in_threads() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(train, range(3)))) >= 1
-
-
-def global_run_before() -> None:
-    """The user has a run of the usual kind open, and logs to it after the function."""
-    mine = wandb.init(id="mine")
-
-    @tracking_init(id="ours")
-    def train() -> None:
-        assert get_run().id == wandb.run.id == "ours"
-
-    train()
-    assert wandb.run is mine
-    mine.log({"x": 1})
-    mine.finish(exit_code=5)
 
 
 def separate_run_before() -> None:

@@ -88,7 +88,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def lightning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    command = [*TORCHRUN, *script("lightning_runs.py", "mlflow", "wandb", "shared", "example")]
+    command = [*TORCHRUN, *script("lightning_runs.py", "wandb", "example")]
     for ended in job(tmp_path_factory.mktemp("lightning"), "lightning", command):
         assert ended.done.returncode == 0, ended.done.output
         yield ended
@@ -105,7 +105,7 @@ def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     [
         pytest.param("trainer", ["examples", "failing", "shared", "search"], marks=pytest.mark.full),
         ("accelerate", ["ended"]),
-        pytest.param("lightning", ["wandb", "shared", "examples"], marks=pytest.mark.full),
+        pytest.param("lightning", ["wandb", "examples"], marks=pytest.mark.full),
     ],
 )
 def test_no_framework_makes_a_second_run(request, framework, projects):
@@ -212,22 +212,6 @@ def test_the_steps_of_lightning_are_the_x_axis_of_its_rows_if_the_function_says_
     axes = {name: names[one["5"] - 1] for name, one in zip(names, defined, strict=True) if "5" in one}
     assert axes == {"*": "trainer/global_step"}
     assert not lightning.run("examples").raw_config["_wandb"]["value"].get("m")
-
-
-@pytest.mark.full
-def test_in_a_shared_run_lightning_logs_once_and_the_ranks_beside_it(lightning):
-    run = lightning.run("shared")
-    assert [row["trainer/global_step"] for row in run.rows if "loss" in row] == [0, 1]
-    assert sorted(row["rank"] for row in run.rows if "rank" in row) == [0, 1]
-    assert run.exit_codes == [0]
-
-
-@pytest.mark.full
-def test_rule_4_lightnings_mlflow_logger_finds_our_run_in_a_store_that_is_made_now(lightning):
-    """Lightning makes a client on every rank, and each client that finds no tables makes them."""
-    run = lightning.mlflow_run()
-    assert (run.id, run.name, run.status, len(run.values("loss"))) == ("mlflow", "ours", "FINISHED", 2)
-    assert [lightning.seen(f"mlflow-{rank}.json")["id"] for rank in (0, 1)] == ["mlflow", None]
 
 
 @pytest.mark.full

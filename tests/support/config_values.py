@@ -43,11 +43,6 @@ class Optimizer(str, enum.Enum):
     ADAM = "adam"
 
 
-class Access(enum.Flag):
-    READ = 1
-    WRITE = 2
-
-
 class Point(NamedTuple):
     x: int
     y: int

@@ -76,7 +76,7 @@ def run(
     action: str = "a0",
     context: Mapping[str, str] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    module: str = "flyte2_tasks",
+    module: str = "flyte2_tracked",
     children: bool = False,
     **env: str,
 ) -> Ended:
@@ -93,7 +93,7 @@ def start(
     action: str = "a0",
     context: Mapping[str, str] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    module: str = "flyte2_tasks",
+    module: str = "flyte2_tracked",
     children: bool = False,
     node: int = 0,
     **env: str,
@@ -128,7 +128,7 @@ def local(
     run: str = "r1",
     context: Mapping[str, str] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    module: str = "flyte2_tasks",
+    module: str = "flyte2_tracked",
     **env: str,
 ) -> Ended:
     """`flyte.run` of a task in local mode; a failure is in the output alone, as it is for its user."""

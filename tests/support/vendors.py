@@ -56,7 +56,7 @@ _TESTS = {
     **dict.fromkeys(TRACKERS, _OF_TRACKERS),
     "wandb": (*_OF_TRACKERS, *_OF_WANDB),
     "flytekit": ("tests/jobs/test_flytekit.py",),
-    "flyte": ("tests/jobs/test_flyte2_support.py", "tests/jobs/test_flyte2.py"),
+    "flyte": ("tests/jobs/test_flyte2.py",),
 }
 # What the oldest versions cannot do, and the first version that can. Those of Flyte cannot without this library too.
 LATER = {

@@ -45,8 +45,6 @@ class WandbServer(LoopbackServer):
 
     Args:
         key: The API key that it accepts.
-        counts_on_upsert: Whether the answer to UpsertBucket has the run's line count, with which wandb appends even
-            without `resume=`. The service counts some seconds late, so that both are to be met there.
         replaces: Whether it keeps the config and the summary of a run's last writer alone, and does not merge them by
             key. It is not known which of the two the service does.
         late: How many seconds late it counts a run's rows, and knows the last one: wandb's authors disagree on which.
@@ -62,7 +60,6 @@ class WandbServer(LoopbackServer):
     def __init__(
         self,
         key: str = KEY,
-        counts_on_upsert: bool = False,
         late: tuple[float, float] = (0.0, 0.0),
         replaces: bool = False,
         old: float = 0.0,
@@ -75,7 +72,7 @@ class WandbServer(LoopbackServer):
         self.operations: list[str] = []
         self.refused_operations: set[str] = set()
         self.headers: list[Mapping[str, str]] = []
-        self._operations = Operations(self._store, self.url, counts_on_upsert)
+        self._operations = Operations(self._store, self.url)
 
     @property
     def environment(self) -> dict[str, str]:

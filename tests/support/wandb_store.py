@@ -476,10 +476,9 @@ class Operations:
 
     # ruff: noqa: N802
 
-    def __init__(self, store: Store, url: str, counts_on_upsert: bool) -> None:
+    def __init__(self, store: Store, url: str) -> None:
         self._store = store
         self._url = url
-        self._counts_on_upsert = counts_on_upsert
 
     def answer(self, operation: str, given: Json) -> Json | None:
         """The data for `operation` with the variables `given`; None for one that is not spoken here."""
@@ -510,7 +509,7 @@ class Operations:
             "displayName": run.name,
             "sweepName": run.sweep,
             "config": json.dumps(run.raw_config),
-            "historyLineCount": len(run.rows) if self._counts_on_upsert else None,
+            "historyLineCount": None,
             "project": _project(run.entity, run.project),
         }
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}

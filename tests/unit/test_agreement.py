@@ -168,16 +168,6 @@ def test_ranks_that_never_meet_stop_at_the_next_step_of_the_fastest(store, fast)
         assert len(set(job.steps.values())) == 1
 
 
-def test_a_stop_goes_on_until_the_function_ends(store, fast):
-    with Ranks(store) as job:
-        job.watch(*range(RANKS))
-        job.train([0.001] * RANKS)
-        job.agreements[0].request(StopRequest("a reason"))
-        job.wait_for(lambda: len(job.steps) == RANKS)
-        assert all(one.counter.next() for one in job.agreements)
-        assert [one.stopped_at for one in job.agreements] == list(job.steps.values())
-
-
 def test_an_urgent_request_fails_without_a_rank_that_never_calls(store, impatient, caplog):
     failures: list[str] = []
     with Ranks(store) as job:
@@ -204,21 +194,6 @@ def test_a_request_without_a_deadline_waits_for_a_late_rank(store, impatient, ca
         assert len(set(job.steps.values())) == 1
 
 
-def test_a_rank_that_has_died_holds_nobody_up(store, impatient):
-    failures: list[str] = []
-    with Ranks(store) as job:
-        job.agreements[3].begin(job.board)  # and then it dies
-        job.watch(0, 1, 2)
-        job.train([0.001] * 3)
-        time.sleep(0.1)
-        job.agreements[1].request(StopRequest("a reason", otherwise=failures.append))
-        job.wait_for(lambda: failures)
-        assert failures == ["not all ranks have answered within 0.3 s"]
-        counts = [one.counter.count for one in job.agreements[:3]]
-        job.wait_for(lambda: all(one.counter.count > 10 + n for one, n in zip(job.agreements, counts, strict=False)))
-        assert job.steps == {}
-
-
 def test_a_store_that_goes_away_holds_nobody_up(impatient):
     class Gone(SharedStore):
         is_gone = False
@@ -241,19 +216,6 @@ def test_a_store_that_goes_away_holds_nobody_up(impatient):
     with pytest.raises(RuntimeError):
         other.look()
     assert other.counter.limit == math.inf  # nobody will decide
-
-
-def test_what_an_earlier_attempt_has_agreed_on_is_nothing_to_this_one(store, fast):
-    for attempt in range(3):
-        with Ranks(store) as job:
-            job.watch(*range(RANKS))
-            job.train([0.002] * RANKS)
-            job.wait_for(lambda job=job: min(one.counter.count for one in job.agreements) > 50)
-            assert job.steps == {}
-            job.agreements[attempt].request(StopRequest(f"attempt {attempt}"))
-            job.wait_for(lambda job=job: len(job.steps) == RANKS)
-            assert {one.committed.reason for one in job.agreements} == {f"attempt {attempt}"}
-            assert len(set(job.steps.values())) == 1
 
 
 def test_a_round_of_ranks_that_have_ended_is_void(store, fast):

@@ -379,13 +379,3 @@ def test_an_exception_without_a_text_leaves_the_function_as_it_is(recorder, is_c
         train()
     assert caught.value is error
     assert [run.exit_codes for run in recorder] == [(1,)]
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "pluto", "mlflow", "trackio"])
-def test_a_variable_turns_each_tracker_off_on_all_ranks(bare_environment, tracker):
-    bare_environment.setenv("FLYTE_TRACKING_MODE", "disabled")
-    for place in ({}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}):
-        for name, value in place.items():
-            bare_environment.setenv(name, value)
-        for run_mode in ("auto", "shared", "new"):
-            assert tracking_init(tracker=tracker, project="p", run_mode=run_mode)(get_run)() is None

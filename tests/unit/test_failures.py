@@ -16,7 +16,7 @@ from support.stores import SharedStore
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures, siblings, watch
 from flyteplugins_tracking._job.board import Board, from_text, to_text
-from flyteplugins_tracking._job.failure import Failure, first_cause, is_secondary
+from flyteplugins_tracking._job.failure import Failure, is_secondary
 from flyteplugins_tracking._job.failures import FailureReader, announce_failure, withdraw_failure
 from flyteplugins_tracking._job.siblings import Ended
 from flyteplugins_tracking._util import secrets
@@ -98,10 +98,6 @@ def test_a_notice_with_an_exit_code_that_no_process_has_does_not_count(machine):
     """A tracker could not end the run with it."""
     error = raised(ValueError("a peer's"))
     announce_failure(error, replace(Failure.of_error(error, 2, 1), exit_code=10**17), RANKS[2])
-    assert read() == "none"
-
-
-def test_a_sigterm_without_a_failure_is_none(machine):
     assert read() == "none"
 
 
@@ -396,10 +392,6 @@ def test_a_rank_that_was_killed_for_its_memory_is_told_so():
     assert "(signal 9, out of memory)" in str(ended.failure(is_out_of_memory=True))
 
 
-def test_a_rank_that_was_interrupted_is_told_so():
-    assert "was interrupted (signal 2)" in str(Ended(rank=2, pid=1, status=2).failure(is_out_of_memory=False))
-
-
 def test_the_error_file_is_written_as_torchelastic_does_until_the_failure_is_withdrawn(machine, monkeypatch):
     file = machine / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -410,10 +402,6 @@ def test_the_error_file_is_written_as_torchelastic_does_until_the_failure_is_wit
     assert {*written["message"]["extraInfo"]} == {"py_callstack", "timestamp"}
     withdraw_failure(failure, RANKS[1])
     assert not file.exists()
-
-
-def test_first_cause_of_nothing_is_none():
-    assert first_cause([]) is None
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, "ValueError"), ("the text", "SystemExit")])

@@ -102,18 +102,6 @@ def test_rows_are_kept_while_the_run_ends():
     assert (run.events, run.gate.state) == (["end"], "ended")
 
 
-def test_rows_that_come_while_the_function_has_ended_are_lost_with_one_warning(caplog):
-    run = Run()
-    ending = run.ending(is_last=True)
-    run.log(1)
-    run.may_end.set()
-    joined(ending)
-    run.log(2)
-    assert run.gate.call(lambda: "result") is None
-    assert (run.gate.state, run.events, run.kept) == ("finished", ["end"], [])
-    assert caplog.messages == [f"A service: run run-1 {gates.NOT_OPEN}"]
-
-
 @pytest.mark.parametrize(("is_last", "state"), [(False, "ended"), (True, "finished")])
 def test_an_error_of_the_end_leaves_the_run_ended_and_what_is_kept_is_sent(is_last, state):
     run = Run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 import threading
@@ -14,10 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job import progress, pulse
+from flyteplugins_tracking._job import pulse
 from flyteplugins_tracking._job.board import Board, OwnStore, to_text
 from flyteplugins_tracking._job.node_load import LoadMeter, metrics
 from flyteplugins_tracking._job.pulse import Pulse, PulseDuty
@@ -240,26 +238,9 @@ def test_a_machine_without_nvidias_driver_has_no_gpus_and_says_nothing(meter, nv
     assert (fake.calls, caplog.records) == (["nvmlInit"], [])
 
 
-def test_a_value_that_a_gpu_does_not_have_is_told_once_and_the_others_are_there(meter, nvml, caplog):
-    nvml("nvmlDeviceGetPowerUsage")
-    expected = {key: value for key, value in {**of_gpu(0), **of_gpu(1)}.items() if "power" not in key}
-    assert gpus(meter) == expected == gpus(meter)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the run does not show the gpus' power_w of this node: RuntimeError: Not Supported"
-    ]
-
-
 def test_the_first_16_gpus_of_a_node_are_shown(meter, nvml):
     nvml(gpus=40)
     assert len(gpus(meter)) == 16 * 4
-
-
-def test_a_module_of_that_name_that_is_another_one_costs_the_gpus_alone(meter, nvml, monkeypatch, caplog):
-    nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(__name__="pynvml"))
-    assert [gpus(meter), gpus(meter)] == [{}, {}]
-    assert "cpu" in meter.measure()
-    assert len(caplog.records) == 1
 
 
 # What the run shows
@@ -317,90 +298,6 @@ def test_a_job_of_many_nodes_keeps_its_keys_while_few_of_them_are_there():
     row = metrics({3: load(), 4: load()}, 128)
     assert (row["nodes/cpu/mean"], row["nodes/worst/1/node"], "nodes/worst/3/node" in row) == (12.34, 3, False)
     assert metrics({}, 128) == metrics({}, 2) == {}
-
-
-# From the board
-
-
-class Job:
-    """The board of a job of nodes with one rank each, and the primary's duty."""
-
-    def __init__(self, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(LoadMeter, "measure", lambda _: load())
-        monkeypatch.setattr(progress, "count_optimizer_steps", lambda: None)  # its hook would outlive the test
-        self.board = Board(SharedStore(), "")
-        self.rows: list[dict[str, float]] = []
-        self.duties = [
-            PulseDuty(DistributedInfo(node, nodes, 0, 1, node, nodes), 10.0, self.show if node == 0 else None)
-            for node in range(nodes)
-        ]
-        for duty in self.duties:
-            duty.begin(self.board)
-
-    def show(self, values: Any) -> None:
-        self.rows.append(dict(values))
-
-    def put(self, rank: int, text: str) -> None:
-        self.board.of_topic("pulse").put(str(rank), text)
-
-    def shown_after(self, seconds: float, *ranks: int) -> set[str]:
-        """The nodes in the primary's next row, before which these ranks have put a pulse."""
-        self.now += seconds
-        for rank in (*ranks, 0):
-            self.duties[rank].look()
-        return {key.split("/")[1] for key in self.rows[-1] if key.startswith("nodes/")}
-
-
-def test_a_job_without_a_store_shows_the_load_of_one_node_and_nothing_of_ranks_until_it_has_one(monkeypatch):
-    job = Job(2, monkeypatch)
-    job.duties[0].begin(Board(OwnStore(), ""))
-    assert job.shown_after(100.0) == {"0"}
-    assert not any(key.startswith("ranks/") for key in job.rows[-1])
-    job.duties[0].begin(job.board)
-    assert job.shown_after(10.0, 1) == {"0", "1"}
-    assert job.rows[-1]["ranks/silent"] == 0
-
-
-def test_a_node_that_is_silent_is_not_shown(monkeypatch):
-    job = Job(2, monkeypatch)
-    assert job.shown_after(10.1, 1) == {"0", "1"}
-    assert job.shown_after(10.1) == {"0", "1"}
-    assert job.shown_after(10.1) == {"0"}
-    assert job.shown_after(10.1, 1) == {"0", "1"}
-
-
-def test_a_node_whose_function_has_ended_is_not_shown(monkeypatch):
-    job = Job(2, monkeypatch)
-    assert job.shown_after(10.1, 1) == {"0", "1"}
-    job.duties[1].end(has_failed=False)
-    assert job.shown_after(10.1) == {"0"}
-
-
-def of_node(**fields: Any) -> str:
-    return json.dumps({"node": 1, "load": load(), "put_at": 4e9, **fields})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        of_node(load={"cpu": 1e999}),
-        of_node(load={**load(), "memory": 10**30}),
-        of_node(load={f"cpu{' ' * number}": 1.0 for number in range(500)}),
-        of_node()[:-20],
-        "[" * 100_000,
-        "",
-    ],
-)
-def test_a_damaged_load_is_left_out_with_one_warning(monkeypatch, caplog, text):
-    monkeypatch.setattr("flyteplugins_tracking._job.board._warn_once", pulse.WarnOnce(logging.getLogger("board")))
-    job = Job(3, monkeypatch)
-    job.put(1, text)
-    assert job.shown_after(10.1, 2) == {"0", "2"}
-    assert job.shown_after(10.1, 2) == {"0", "2"}
-    assert len(caplog.records) == 1
-    assert job.shown_after(10.1, 1, 2) == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize(

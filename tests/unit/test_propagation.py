@@ -72,24 +72,6 @@ def test_a_block_has_no_effect_after_its_end(bare_environment):
     assert (train().project, dict(os.environ)) == (None, before)
 
 
-def test_blocks_of_other_threads_do_not_reach_a_training(bare_environment):
-    projects, entered, logged = {}, threading.Barrier(2), threading.Barrier(2)
-
-    def training(name):
-        with tracking_config(project=name):
-            entered.wait(30)
-            projects[name] = train().project
-            logged.wait(30)
-
-    threads = [threading.Thread(target=contextvars.Context().run, args=(training, name)) for name in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert projects == {"a": "a", "b": "b"}
-    assert CONFIG not in os.environ
-
-
 @pytest.mark.parametrize("text", ["no json", "[1]", "null", '"text"'])
 def test_malformed_configuration_is_refused_and_nothing_is_opened(bare_environment, monkeypatch, text):
     before = len(TRACKER.runs)

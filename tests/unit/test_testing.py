@@ -27,7 +27,6 @@ from support.jobs import variables_of_launchers
 from flyteplugins_tracking import (
     ConfigError,
     DistributedInfo,
-    TopologyError,
     get_distributed_info,
     get_run,
     override_distributed_info,
@@ -161,24 +160,6 @@ def test_a_callable_is_called_once_per_rank_and_call():
     assert len(simulate(tracked(primary_rank=last, run_mode="new"), 1, 3).runs) == 3
     simulate(tracked(primary_rank=last), distributed=False)
     assert asked == []
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("primary_rank", "error", "message"),
-    [
-        (4, TopologyError, "primary_rank=4 is not in this job, whose ranks are 0 to 3, or -4 to -1 from the end"),
-        (-5, TopologyError, "primary_rank=-5 is not in this job"),
-        (lambda _: "3", ConfigError, "returned '3' on rank 0: it must return the primary's rank as an int"),
-    ],
-    ids=["4", "-5", "callable"],
-)
-def test_a_primary_that_cannot_be_is_refused_at_the_call_on_every_rank(primary_rank, error, message):
-    for mode in ("auto", "shared"):
-        job = simulate(tracked(primary_rank=primary_rank, run_mode=mode), 2, 2)
-        assert [type(result.error) for result in job.ranks] == [error] * 4
-        assert message in str(job.ranks[0].error)
-        assert len(job.runs) == 0
 
 
 def test_the_primary_rank_is_propagated_and_pickled():

@@ -104,14 +104,6 @@ def test_there_is_one_thread_from_the_first_duty_to_the_last(own):
     assert threading.active_count() == before
 
 
-def test_a_duty_that_needs_no_board_has_none_of_the_jobs(own):
-    duty = Noted(topic="")
-    own.add(INFO, duty, without="")
-    wait_until(lambda: duty.done)
-    own.remove(duty)
-    assert all(board.is_own for _, board in duty.done)
-
-
 def test_a_duty_is_looked_at_when_it_is_due_and_when_somebody_wakes_the_thread(own):
     often, seldom = Noted(wait_s=0.01), Noted(wait_s=math.inf)
     own.add(ALONE, often, seldom, without="")
