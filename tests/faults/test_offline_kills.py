@@ -63,7 +63,7 @@ def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
     ],
 )
 def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, by):
-    """With another attempt, `wandb sync` sends all rows too: that attempt has completed the files."""
+    """Also those that a file lacks and the journal beside it has, if `wandb sync` has sent the files before."""
     with job(tmp_path) as started:
         for count in range(1, moments(2) + 1):
             process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
@@ -73,7 +73,6 @@ def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, b
             process.communicate()
         if by != "send":
             jobs.finish(started.start(python(), OFFLINE, **ends("return", **SETTINGS)), tmp_path)
-            assert not journals_left(tmp_path)
         done = send(started) if by == "send" else send(started, "wandb sync --yes")
         assert done.returncode == 0, done.output
         again = send(started)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import threading
 import time
 import zlib
@@ -142,22 +141,6 @@ def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once
     assert [(row["_step"], row["n"]) for row in found] == [(ROWS + number, number) for number in range(10)]
     assert [(row["own_step"], row["restart_count"]) for row in found[4:]] == [(number, 3) for number in range(4, 10)]
     assert not files.stored(offline)
-
-
-@pytest.mark.parametrize("step", [None, ROWS])
-def test_what_a_killed_offline_attempt_has_left_takes_no_row_from_the_next_one(run, step):
-    """wandb-core adds to the last row, which is open if it had a step, until another one comes."""
-    place, more = outbox.Place.of(run), {"host": socket.gethostname(), "is_automatic": False}
-    killed = outbox.run_directory(run).with_name("offline-run-20260101_000000-tail")
-    journal_in(killed, place, [({"n": 0, "_timestamp": 1.7e9}, 0)], step_metric="own_step", restart_count=0, **more)
-    vars(run)[outbox.OUTBOX] = outbox.OfflineOutbox(
-        run, outbox.run_directory(run), True, step_metric="own_step", restart_count=1, **more
-    )
-    handle = handle_of(run)
-    run.log({"n": 1}, step=step)
-    handle.finish(0)
-    assert [row["n"] for row in ended(outbox.run_directory(run)).rows] == [1, 0]
-    assert not files.stored(killed)
 
 
 def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_kept(run, monkeypatch, caplog):

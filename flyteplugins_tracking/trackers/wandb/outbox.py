@@ -719,13 +719,6 @@ class WandbOutbox:
 class OfflineOutbox(WandbOutbox):
     """The outbox of a run that is logged offline: its file has the rows, if it is written to its end."""
 
-    def end(self, exit_code: int) -> None:
-        """Log what the files of earlier attempts lack, so that `wandb sync` sends it, and keep the status."""
-        if self.column is None:  # or else each directory is sent by itself
-            with contextlib.suppress(OSError):  # they stay as they are
-                self._log_missing()
-        super().end(exit_code)
-
     def clear(self) -> None:
         """Remove the journals of a run that has ended, if its file has all rows and no next attempt is to send them."""
         self.close()
@@ -736,24 +729,6 @@ class OfflineOutbox(WandbOutbox):
                 return
         if not self._more["is_automatic"]:
             attempt_at(self.directory).remove_journals()
-
-    def _log_missing(self) -> None:
-        attempts = [attempt_at(path) for path in directories_of(self.directory.parent, self.place.run_id, _OFFLINE)]
-        for number, attempt in enumerate(attempts):
-            headers = [journal.header for journal in attempt.journals if "is_automatic" in journal.header]
-            # On another machine, a process may have it open.
-            is_left = headers and all(header["host"] == self._more["host"] for header in headers)
-            if attempt.directory == self.directory or not is_left or headers[0]["is_automatic"] or attempt.is_open():
-                continue
-            if starting_step(attempt.directory, of_live=True) is not None:
-                continue  # it sends them
-            # Those of an attempt that was killed while it did this.
-            known = set().union(*(later.times() for later in attempts[number + 1 :]))
-            for row in attempt.missing():
-                if row.time not in known:
-                    step = self.next_step + 1 if self._is_row_open and self.next_step is not None else None
-                    log_kept(self._kind.log, self._run, dict(attempt.with_columns(row)), step, True)
-            attempt.remove_journals()
 
     def _is_whole(self) -> bool:
         """Whether the run's file has been written to its end."""

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -137,7 +136,7 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
     if (column := roles.column_in(attempt)) is not None:
         text = _Numbered(place, own, column, described).send(together)
     elif is_offline:
-        text = _send_offline(place, own, attempt, described)
+        text = _send_offline(place, own, attempt)
     else:
         text = _send_rows(place, _with_online(own), directory, described)
     require_all_sent(directory)
@@ -252,82 +251,23 @@ def require_unwritten(found: vendor.Stored | None, parent: Path, run_id: str) ->
         )
 
 
-def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk, described: Any) -> str:
-    """Send what the only writer of a run has logged offline."""
-    directory, files = attempt.directory, Files(place, own)
-    was_sent = outbox.is_synced(directory)
+def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk) -> str:
+    """Send what the only writer of a run has logged offline, behind what attempts have left that were online."""
+    from flyteplugins_tracking.trackers.wandb.live import LiveRun
+
+    directory = attempt.directory
+    if outbox.is_synced(directory) and not any(True for _ in attempt.missing()):
+        attempt.remove_journals()
+        Files(place, own).require_sent(directory)
+        return f"{directory} has nothing that is not sent yet"
     # Attempts online that were killed: their rows have places in the run, and may be a part of the offline ones.
     online = Left(place, own.parent, _is_left_online)
     if online.attempts or online.is_open:
         last = (online.directories or [directory])[-1]
         _send_rows(place, online, last, datastore.description(last))
-    reader = vendor.Reader(place)
-    if not was_sent and reader.stored() is not None:
-        outbox.await_count(directory.parent, place.run_id, time.monotonic() + outbox.LATE_S)
-    if not was_sent and not _is_next(attempt, described, reader.stored()):
-        from flyteplugins_tracking.trackers.wandb.live import LiveRun
-
-        run = LiveRun([directory])
-        run.finish([directory])
-        return f"sent {run.rows} rows of run {place.run_id}"
-    rows = 0 if described is None else _sync(directory, place)
-    missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
-    if missing:
-        _send_rows(place, own, directory, described)
-    attempt.remove_journals()
-    files.send_rest(directory)
-    if was_sent and not missing:
-        return f"{directory} has nothing that is not sent yet"
-    return f"sent {directory}: W&B has the {rows + missing} rows"
-
-
-def _is_next(attempt: AttemptOnDisk, described: Any, found: vendor.Stored | None) -> bool:
-    """Whether `wandb sync` can put all of an attempt behind what W&B has of its run.
-
-    It sends all rows of a file, has the run end as that did, and starts at the run's first row if the client was not
-    told to resume the run.
-    """
-    if outbox.starting_step(attempt.directory, of_live=True) is not None or outbox.is_marked(attempt.directory):
-        return False
-    if found is None or found.last_step < 0:
-        return True
-    times, last_at = attempt.logged_at(), found.last_at
-    was_begun = last_at in times and outbox.starting_step(attempt.directory) is not None
-    return was_begun or (described is not None and described.resume and (last_at is None or last_at < min(times)))
-
-
-def _sync(directory: Path, place: Place) -> int:
-    """Send what was logged offline: of W&B, only the client can do that. Its exit status does not tell what arrived.
-
-    Returns:
-        The number of rows in the file.
-
-    Raises:
-        TrackerUnavailableError: W&B does not count them.
-    """
-    size, steps = outbox.file_size(directory), [row.step for row in datastore.rows(directory)]
-    before = vendor.Reader(place).stored()
-    require_unwritten(before, directory.parent, place.run_id)
-    if _was_sent(directory, steps, before):
-        outbox.mark_synced(directory)
-    wanted = len(steps) if outbox.is_synced(directory) or before is None else before.rows + len(steps)
-    _run_sync(directory)
-    until = time.monotonic() + _CONFIRMED_S
-    while (found := vendor.stored_run(place)) is None or found.rows < wanted:
-        if time.monotonic() > until:
-            count = 0 if found is None else found.rows
-            raise TrackerUnavailableError(
-                f"W&B has not confirmed {directory}: it counts {count} rows of run {place.run_id}, and should count "
-                f"{wanted}. Keep the directory, and look again: {how_to_send(str(directory))}. If the count stays, "
-                f"send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
-            )
-        time.sleep(_POLL_S)
-    outbox.mark_synced(directory, size)  # the client does not, if the end of the file is damaged
-    exit_code = datastore.exit_code(directory)  # `wandb sync` before 0.28 tells W&B 0 in any case
-    if exit_code is not None and (exit_code == 0) != (found.state == "finished"):
-        with _opened(place, {}, exit_code):
-            pass
-    return len(steps)
+    run = LiveRun([directory])
+    run.finish([directory])
+    return f"sent {directory}: W&B has the {run.rows} rows"
 
 
 def _run_sync(directory: Path, **variables: str) -> None:
@@ -354,17 +294,6 @@ def _note_sending(directory: Path) -> None:
 def _is_sync_of_core() -> bool:
     """Whether wandb-core does what `wandb sync` is to do."""
     return numbers(installed_version("wandb") or "") >= numbers(_SYNC_OF_CORE_SINCE)
-
-
-def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | None) -> bool:
-    """Whether `wandb sync` has sent the whole file of an attempt that was killed, and not marked it.
-
-    It marks no file whose end is torn, and sends such a file again each time.
-    """
-    if stored is None or not steps or datastore.exit_code(directory) is not None:
-        return False
-    begun = outbox.starting_step(directory)
-    return begun is not None and stored.last_step >= begun + max(steps)
 
 
 def _send_rows(place: Place, left: Left, directory: Path, described: Any, close: _Close | None = None) -> str:
@@ -487,18 +416,6 @@ class Files:
         self._lacking += [name for name, files in self._saved.items() if not outbox.save_again(run, kind, files, name)]
         # One after the other, as they were logged: the last one of a name is the latest.
         self._lacking += [one for one in self._artifacts if not vendor.was_sent(one.send(run))]
-
-    def send_rest(self, directory: Path) -> None:
-        """Send what `wandb sync` has not: it does not tell. W&B takes no artifact twice."""
-        found = vendor.stored_run(self._place) if self else None
-        self.ask(found)
-        if found is not None and self:
-            exit_code = datastore.exit_code(directory)
-            if exit_code is None or _is_later(found.last_at, attempt_at(directory).logged_at()):
-                exit_code = STATES.get(found.state, 1)
-            with _opened(self._place, {}, exit_code) as run:
-                self.send(run)
-        self.require_sent(directory)
 
     def require_sent(self, directory: Path) -> None:
         """Keep the artifacts that could not be sent, so that it is said again.
