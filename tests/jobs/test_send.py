@@ -22,8 +22,7 @@ from flyteplugins_tracking._commands.directories import SENT
 from flyteplugins_tracking._commands.send import main
 from flyteplugins_tracking.trackers.journal import Journal, encode, stored
 from flyteplugins_tracking.trackers.outbox import how_to_send, servers_of
-from flyteplugins_tracking.trackers.wandb import outbox, vendor
-from flyteplugins_tracking.trackers.wandb import send as wandb_files
+from flyteplugins_tracking.trackers.wandb import live, outbox, vendor
 
 
 def send(directory: Path, env: dict[str, str], *arguments: object) -> jobs.Done:
@@ -232,8 +231,8 @@ def test_a_value_that_trackio_does_not_take_costs_no_other_value_of_a_kept_row(t
 @pytest.mark.full
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
     directories = offline_runs(tmp_path, 5, 7)
-    monkeypatch.chdir(tmp_path)  # wandb sync writes its log there
-    monkeypatch.setattr(wandb_files, "_CONFIRMED_S", 2.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(live, "_CONFIRMED_S", 2.0)
     with WandbServer(late=(1000.0, 0.0)) as server:  # which looks as a service that has dropped the rows
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)

@@ -18,6 +18,7 @@ from typing import Any
 from flyteplugins_tracking._job.failure import FAILURE_KEYS
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import Left, attempt_at
@@ -252,7 +253,7 @@ class LiveRun:
             run.mark_preempting()
         run.finish(exit_code=exit_code)
         if self._column is None:  # or else `send` looks which rows W&B has
-            self._require_last_row()
+            self._require_rows(directories[-1])
             left.clear()
             outbox.mark_all_synced(sizes)
             if later is not None:
@@ -275,16 +276,20 @@ class LiveRun:
         if last_at >= times[0] if begun is None else last_at != times[-1]:
             file.known, file.first_at = found.times(begun or 0), None
 
-    def _require_last_row(self) -> None:
-        """Wait until W&B has the last row. Its client may have given up in an outage.
+    def _require_rows(self, directory: Path) -> None:
+        """Wait until W&B has the last row, and counts all. Its client may have given up in an outage.
 
         Raises:
-            TrackerUnavailableError: W&B does not have it.
+            TrackerUnavailableError: W&B does not have them.
         """
-        until = time.monotonic() + _CONFIRMED_S
-        while (found := self._reader.stored()) is None or found.last_step < self._next_step - 1:
+        until, wanted = time.monotonic() + _CONFIRMED_S, self._rows_before + self.rows
+        while (found := self._reader.stored()) is None or found.last_step < self._next_step - 1 or found.rows < wanted:
             if time.monotonic() > until:
-                raise TrackerUnavailableError(f"W&B has not confirmed the last rows of run {self.place.run_id}")
+                count = 0 if found is None else found.rows
+                raise TrackerUnavailableError(
+                    f"W&B has not confirmed {directory}: it counts {count} rows of run {self.place.run_id}, and should "
+                    f"count {wanted}. Keep the directory, and send it again later: {how_to_send(str(directory))}"
+                )
             time.sleep(_POLL_S)
 
     def _arrived(self, directory: Path) -> set[int]:
