@@ -292,29 +292,27 @@ class Sender:
         is_part = base is not None and not self._is_whole
         read = _Read(column, base, Reading(attempt, self._next - (base or 0) if is_part and column is None else 0))
         self._reads[directory] = read
-        of_run = attempts.directories_of(directory.parent, self.place.run_id)
-        self._media = list(dict.fromkeys((*self._media, *(path / "files" for path in (directory, *of_run)))))
+        of_run = self._media or attempts.directories_of(directory.parent, self.place.run_id)
+        self._media = list(dict.fromkeys([directory, *of_run]))
         if found is None:
             return read
         if column is not None:
+            attempts.await_count([directory], time.monotonic() + attempts.LATE_S)
             read.known = set(self._arrived(attempt, column, found))
-        elif self._others_have_taken(attempt, base, found):
-            read.known, read.base, read.reading = set(found.times(base or 0)), None, Reading(attempt)
+        elif (first := next(attempt.rows(), None)) and self._others_have_taken(attempt, base, first, found):
+            since = 0 if base is None else first.step + base
+            read.known, read.base, read.reading = found.times(since), None, Reading(attempt)
         return read
 
-    def _others_have_taken(self, attempt: Attempt, base: int | None, found: vendor.Stored) -> bool:
+    def _others_have_taken(self, attempt: Attempt, base: int | None, first: Row, found: vendor.Stored) -> bool:
         """Whether another attempt has logged since this one was begun, or sent: then W&B's steps do not tell."""
-        if found.last_at is None:
-            return False
-        if base is None:
-            first = next(attempt.rows(), None)
-            return first is not None and found.last_at >= first.time
+        if found.last_at is None or base is None:
+            return found.last_at is not None and found.last_at >= first.time
         last = attempt.last_below(self._next - base)
         return last is not None and found.last_at != last.time and found.time_at(last.step + base) != last.time
 
     def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Iterator[int]:
         """Yield the numbers of an attempt's rows that W&B has."""
-        attempts.await_count([attempt.directory], time.monotonic() + attempts.LATE_S)
         numbers, known = list(_numbers(attempt.rows(), column)), set[int]()
         for part in found.values_backwards(column, int(attempt.header("since") or 0)):
             known.update(map(int, part))
@@ -380,7 +378,7 @@ class Sender:
     def _save_media(self, value: Any) -> None:
         """Have the files of a value, such as an image, be uploaded with this run."""
         if isinstance(value, str):
-            for files in self._media if value.startswith("media/") else ():
+            for files in (path / "files" for path in self._media) if value.startswith("media/") else ():
                 source = own_file_in(files, value)
                 if source is not None and not source.is_symlink():  # the client has copied it there
                     save_again(self._run, self._kind, files, value)
@@ -584,9 +582,9 @@ class Files:
             left: The attempts.
         """
         self._place, self._kept = place, next((one.header("place") for one in left[::-1] if one.journals), place)
-        self.artifacts = list(
-            {(one.name, one.record.client_id): one for each in left for one in each.artifacts()}.values()
-        )
+        of_attempts = [(each, one) for each in left for one in each.artifacts()]
+        self.artifacts = list({(one.name, one.record.client_id): one for _, one in of_attempts}.values())
+        self._offline = [one for each, one in of_attempts if each.is_offline]
         self._saved = {name: files for one in left for name, files in one.saved_files().items()}
         self._lacking: list[vendor.KeptArtifact | str] = []
 
@@ -603,6 +601,10 @@ class Files:
         """Leave out the files that W&B has."""
         names = list(self._saved) if found is None else found.lacks(list(self._saved))
         self._saved = {name: self._saved[name] for name in names}
+
+    def leave_out_sent(self) -> None:
+        """Leave out artifacts of attempts that were online whose copies the client has removed: W&B has these."""
+        self.artifacts = [one for one in self.artifacts if one.is_whole or one in self._offline]
 
     def send(self, run: Any, is_tried: bool = True, waits: bool = True) -> None:
         """Send them with an open run.
@@ -734,6 +736,7 @@ def _send_before(
         # child's new row must not overtake these.
         vendor.flush(run, _READ_S)
         files.ask(found)
+        files.leave_out_sent()
         files.send(run, waits=False)
     if sender.rows:
         text = "W&B: run %s: sent %d rows that earlier attempts had logged, and W&B lacked, from %s"
@@ -861,7 +864,11 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
     place = place_of(attempt, described)
     if not attempt.is_offline:
         require_server(directory, "WANDB_BASE_URL", place.server, vendor.session().settings.base_url)
-    found, left = vendor.Reader(place).stored(), _with_online(attempt, place)
+    left = _with_online(attempt, place)
+    if attempt.is_offline and left[1:]:  # those that were online have steps in the run already
+        send(left[0].directory)
+        left = [attempt]
+    found = vendor.Reader(place).stored()
     if found is None and attempt.column is not None:
         _require_owner(directory, place.run_id, together)
     text = f"W&B has all of {directory}: run {place.run_id}"
@@ -873,7 +880,7 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
 
 
 def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
-    """Return an attempt, with those of its run that were online: their rows have steps in the run already.
+    """Return the attempts of the run of one that were online, in their order, and that one.
 
     Raises:
         TrackerUnavailableError: A process is writing the run.
@@ -884,8 +891,7 @@ def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
     if any(one.is_open() for one in of_run):
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
     online = [one for one in of_run if one.journals and not one.is_offline and one.column is None]
-    others = [one for one in online if one.directory != attempt.directory]
-    return sorted([attempt, *others], key=lambda one: (one.is_offline, attempts.start_of(one.directory)))
+    return online if attempt.directory in [one.directory for one in online] else [*online, attempt]
 
 
 def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None) -> bool:
@@ -894,7 +900,8 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
     Raises:
         TrackerUnavailableError: It lacks a file or an artifact that is not on this disk any more.
     """
-    if found is None or found.state not in STATES or any(attempts.is_unsent(one.directory) for one in left):
+    is_ended = found is not None and found.state in STATES and found.state != "crashed"  # that is W&B's guess
+    if found is None or not is_ended or any(attempts.is_unsent(one.directory) for one in left):
         return False
     directories, files = [one.directory for one in left], Files(place, left)
     files.ask(found)
