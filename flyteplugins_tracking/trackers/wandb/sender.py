@@ -111,7 +111,14 @@ class Sender:
     """
 
     def __init__(
-        self, run: Any, place: Place, found: vendor.Stored | None, *, is_shared: bool = False, is_whole: bool = False
+        self,
+        run: Any,
+        place: Place,
+        found: vendor.Stored | None,
+        later: LaterEnd | None = None,
+        *,
+        is_shared: bool = False,
+        is_whole: bool = False,
     ) -> None:
         """Begin.
 
@@ -119,6 +126,7 @@ class Sender:
             run: The open run; None to ask which rows it lacks.
             place: Where it is.
             found: What W&B had of it before it was opened; None for nothing.
+            later: How a later attempt has left it.
             is_shared: Whether it is open in W&B's shared mode.
             is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
         """
@@ -127,9 +135,7 @@ class Sender:
         self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
         self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
         self._is_shared, self._is_defined = is_shared, False
-        self._ends_with: int | None = None  # the status of the run that is to be left so
-        self._reads: dict[Path, _Read] = {}
-        self._later: LaterEnd | None = None
+        self._later, self._reads = later, dict[Path, _Read]()
         self._sent: set[Any] = set()  # rows that a later attempt may have logged again, as those known
         self._media: list[Path] = []
         self._columns: set[str] = set()  # those of rows
@@ -167,8 +173,7 @@ class Sender:
         is_new = found is None or (column is None and attempt.is_offline and later is None)
         arguments = datastore.arguments_of(described) if described is not None and is_new and close is None else {}
         run = _open(place, arguments, first, settings)
-        made = cls(run, place, found, is_shared=column is not None, is_whole=close is None)
-        made._later, made._ends_with = later, ended
+        made = cls(run, place, found, later, is_shared=column is not None, is_whole=close is None)
         if close is not None:
             close.opened(run)
         return made
@@ -435,7 +440,8 @@ class Sender:
         """Return the status with which the run is to end; None if another writer ends it."""
         primary = [one for one in left if not label_in(one.directory)]
         if not primary:
-            return self._ends_with if _role_of(left) == OWNER else None
+            ended = None if self._found is None else STATES.get(self._found.state)
+            return ended if _role_of(left) == OWNER else None
         last = max(primary, key=lambda one: one.last_at)
         if self._later is not None and last.last_at > self._later.last_at:  # another attempt has logged meanwhile
             self._later.path.unlink(missing_ok=True)
@@ -560,9 +566,9 @@ class LaterEnd(NamedTuple):
             return kept
         if kept is not None and kept.last_at == last_at:
             return kept
-        made = cls(path, last_at, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
-        replace_whole(path, encode({name: value for name, value in made._asdict().items() if name != "path"}))
-        return made
+        kept = cls(path, last_at, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
+        replace_whole(path, encode(dict(zip(cls._fields[1:], kept[1:], strict=True))))
+        return kept
 
     def restore(self, run: Any) -> None:
         """Give an open run its config and summary."""
