@@ -47,13 +47,7 @@ _DEGRADED = f"{_OFFLINE} or if_unavailable='degrade'"
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 # wandb's own values lose rows. Times are in seconds. What the user or a variable sets takes precedence.
 _SAFER_SETTINGS = {
-    # wandb's 60 is longer than the wait for a run's end, and it gives up after 20 tries: the rows would not be sent
-    # after an outage.
-    "x_file_stream_retry_wait_max_seconds": 8,
-    "x_graphql_retry_wait_max_seconds": 8,
-    "x_graphql_retry_max": 10_000,
-    "x_file_transfer_retry_wait_max_seconds": 8,
-    "x_file_transfer_retry_max": 10_000,
+    **vendor.PATIENT,
     # wandb's 15 is the time whose rows SIGKILL keeps from the local file. wandb-core outlives the process long enough
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,

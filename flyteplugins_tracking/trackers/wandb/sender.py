@@ -50,11 +50,7 @@ logger = logging.getLogger(__name__)
 _REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw")
 _OF_PRIMARY = ("environment", *_ADDING)
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
-_SETTINGS = {
-    **{"x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True},
-    **{f"x_{what}_retry_wait_max_seconds": 8 for what in ("file_stream", "graphql", "file_transfer")},
-    **{f"x_{what}_retry_max": 10_000 for what in ("graphql", "file_transfer")},
-}
+_SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
 # How many rows are sent at once: wandb-core has them in memory.
 _MOST = 20_000
 # How long W&B may take to count the rows of an earlier sender, in seconds.
