@@ -889,7 +889,7 @@ def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
     """
     if attempt.column is not None:
         return [attempt]
-    of_run = attempts.attempts_of(attempt.directory.parent, Place(*(attempt.header("place") or place)))
+    of_run = attempts.attempts_of(attempt.directory.parent, place)
     if any(one.is_open() for one in of_run):
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
     online = [one for one in of_run if one.journals and not one.is_offline and one.column is None]
