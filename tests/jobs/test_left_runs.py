@@ -198,7 +198,7 @@ def test_a_watcher_tells_the_end_of_the_attempt_that_logged_last(tmp_path, first
 
 def test_a_watcher_sends_the_rows_behind_a_damaged_block_and_none_twice(tmp_path):
     with WandbServer() as server:
-        log(tmp_path, server, "rows", "kill", 0, {"WANDB_MODE": "offline"})
+        log(tmp_path, server, "axis", "kill", 0, {"WANDB_MODE": "offline"})
         (directory,) = (tmp_path / "wandb").glob("offline-run-*")
         (file,) = directory.glob("*.wandb")
         for journal in directory.glob("*.journal.*"):
@@ -208,9 +208,9 @@ def test_a_watcher_sends_the_rows_behind_a_damaged_block_and_none_twice(tmp_path
         watching = [*SEND[:-1], "--watch", "--interval", "0.2", "--killed-after", "20", "wandb"]
         watcher = jobs.start(watching, tmp_path, server.environment)
         try:
-            wait_until(lambda: server.runs and len(server.run("run").rows) == 10, watcher)
+            wait_until(lambda: server.runs and len(server.run("run").rows) == 20, watcher)
             time.sleep(40)
-            assert len(server.run("run").rows) == 10
+            assert len(server.run("run").rows) == 20
             assert len(server.run("run").upserts) < 5
         finally:
             jobs.kill(watcher)
