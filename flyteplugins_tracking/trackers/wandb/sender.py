@@ -434,15 +434,17 @@ class Sender:
 
     def _exit_code(self, left: Sequence[Attempt]) -> int | None:
         """Return the status with which the run is to end; None if another writer ends it."""
+        ended = None if self._found is None else STATES.get(self._found.state)
         primary = [one for one in left if not label_in(one.directory)]
         if not primary:
-            ended = None if self._found is None else STATES.get(self._found.state)
             return ended if _role_of(left) == OWNER else None
         last = max(primary, key=lambda one: one.last_at)
         if self._later is not None and last.last_at > self._later.last_at:  # another attempt has logged meanwhile
             self._later.path.unlink(missing_ok=True)
             self._later = None
         code = last.exit_code if self._later is None else self._later.exit_code
+        if self._later is None and last.is_incomplete:  # it has ended the run before
+            code = ended
         return 1 if code is None else code
 
     def _require_arrived(self, left: Sequence[Attempt]) -> None:
