@@ -736,9 +736,10 @@ def _send_before(
     with made.paused():  # it is kept where it is
         while sender.send(directories):
             pass
-        # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed: a
-        # child's new row must not overtake these.
-        vendor.flush(run, _READ_S)
+        if sender.rows:
+            # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
+            # a child's new row must not overtake these.
+            vendor.flush(run, _READ_S)
         files.ask(found)
         files.leave_out_sent()
         files.send(run, waits=False)
