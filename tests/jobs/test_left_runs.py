@@ -80,6 +80,17 @@ def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, b
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
+def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
+    with WandbServer() as server:
+        log(tmp_path, server, "tail", "kill", env={"WANDB_MODE": mode})
+        send(tmp_path, server)
+        run = server.run("run")
+        assert numbers(run) == expected(0)
+        assert run.summary["row"] == 9
+        assert run.summary["least"] in (2, {"min": 2})
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
 def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
     with WandbServer() as server:

@@ -29,6 +29,16 @@ def log_rows() -> None:
         get_run().log(row)
 
 
+def log_tail() -> None:
+    """W&B's file gets rows each 0.1 s: it lacks the last ones."""
+    run = get_run()
+    run.define_metric("least", summary="min")
+    for place, row in enumerate(rows()):
+        if place == ROWS - 2:
+            time.sleep(1)
+        run.log({**row, "least": ROWS - place if place < ROWS - 1 else ROWS})
+
+
 def log_axis() -> None:
     """As the callback of Hugging Face's Trainer does."""
     run = get_run()

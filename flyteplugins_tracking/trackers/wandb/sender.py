@@ -136,6 +136,7 @@ class Sender:
         self._media: list[Path] = []
         self._columns: set[str] = set()  # those of rows
         self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
+        self._set: Any = None  # the last record of a summary, which is not sent yet
 
     @classmethod
     def open(cls, directories: Sequence[Path], close: Close | None = None) -> Sender:
@@ -329,6 +330,9 @@ class Sender:
         for kind, record, data in read.reading.records(is_written=is_written):
             if kind == "history":
                 self._columns.update(record.values)
+                self._summarize()
+                if not data:  # only a journal has it: the file does not have what wandb-core has made of it
+                    self._summary = {path: item for path, item in self._summary.items() if path[0] not in record.values}
                 if (row := self._new(read, record)) is not None:
                     self._forward(passed)
                     yield row
@@ -337,6 +341,7 @@ class Sender:
                 passed.append(data)
             elif self._is_whole and kind not in left_out:
                 self._pass_on(read, kind, record, data)
+        self._summarize()
         self._forward(passed)
 
     def _new(self, read: _Read, row: Row) -> Row | None:
@@ -395,7 +400,8 @@ class Sender:
         elif kind == "preempting":
             self._run.mark_preempting()
         elif kind == "summary":
-            self._summarize(record)
+            self._summarize()
+            self._set = record
         elif kind in _REPLACING:
             vendor.forward(self._run, data)
 
@@ -411,11 +417,15 @@ class Sender:
             if is_new and described[name] is not None:
                 setattr(self._run, name, described[name])
 
-    def _summarize(self, record: Any) -> None:
+    def _summarize(self) -> None:
         """Send the summary that the function has set. That of columns, such as a minimum, wandb-core makes of the rows.
 
-        If it was given one, it would make none. So what the files have of columns is sent at the end.
+        If it was given one, it would make none. So what the files have of columns is sent at the end. They have that of
+        a row before the row, whose columns are known then.
         """
+        record, self._set = self._set, None
+        if record is None:
+            return
         new = []
         for item in record.update:
             path = tuple(item.nested_key) or (item.key,)
