@@ -84,7 +84,8 @@ class _Read:
         base: The run's step of its step 0; None before its first row is sent.
         known: The rows that W&B has, if steps do not tell: their numbers, or their times.
         described: With which arguments the run was opened, as the last record says.
-        is_done: Whether its process has ended, and all was read.
+        is_ended: Whether its process has ended.
+        is_done: Whether all was read, too.
         rows: How many of its rows were sent.
     """
 
@@ -93,6 +94,7 @@ class _Read:
     reading: Reading
     known: set[Any] = field(default_factory=set)
     described: dict[str, Any] | None = None
+    is_ended: bool = False
     is_done: bool = False
     rows: int = 0
 
@@ -189,8 +191,8 @@ class Sender:
                 continue
             is_last = directory == directories[-1] or read.column is not None
             is_ended = not is_written or not (is_last or Attempt.at(directory).is_open())
-            if is_ended:  # what its process has kept at last
-                read.reading.attempt = Attempt.at(directory)
+            if is_ended and not read.is_ended:  # what its process has kept at last
+                read.reading.attempt, read.is_ended = Attempt.at(directory), True
             count += self._log(read, islice(self._lacking(read, is_written=not is_ended), _MOST))
             if count >= _MOST or not (is_ended or is_last):  # a later attempt's rows come behind all of an earlier one
                 break
