@@ -139,7 +139,8 @@ class Attempt:
     @property
     def last_at(self) -> float:
         """When it has logged its last row, in seconds since the epoch; if it has none, when it was begun."""
-        return max((row.time for row in self.last_rows()), default=start_of(self.directory)[0])
+        times = [row.time for row in self.last_rows()]
+        return max(times) if times else start_of(self.directory)[0]
 
     def last_rows(self) -> Iterator[Row]:
         """Yield its last row, and perhaps some before it."""
