@@ -30,7 +30,7 @@ from flyteplugins_tracking._job.failure import FAILURE_KEYS
 from flyteplugins_tracking._util.files import own_file_in, own_text, replace_whole
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import TERMINATED
-from flyteplugins_tracking._util.text import listed, without_credentials
+from flyteplugins_tracking._util.text import first_line, listed, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
@@ -839,11 +839,13 @@ def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender
             sender.finish(directories, close, has_files=deaths < _DEATHS)
             return sender
         except Exception as error:
-            deaths += 1
+            # Before the run is open, it is asked for by way of wandb-core too: W&B does not say that this has died.
+            is_away = close is not None and sender is None and close.lasts() and getattr(error, "is_outage", False)
+            deaths += not is_away
             is_death = type(error).__module__.startswith(_OF_SERVICE) or (sender is not None and sender.is_lost(error))
-            if not is_death or deaths > _DEATHS:
+            if not (is_death or is_away) or deaths > _DEATHS:
                 raise
-            logger.warning("W&B: wandb-core has died while it sent what is left in %s", directories[-1])
+            logger.warning("W&B: what is left in %s is sent once more: %s", directories[-1], first_line(error))
             time.sleep(_POLL_S)
 
 
