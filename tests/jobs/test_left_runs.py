@@ -68,7 +68,7 @@ def expected(*attempts: int) -> list[int]:
     return [1000 * number + place for number in attempts for place in range(10)]
 
 
-@pytest.mark.parametrize("by", ["send", "next"])
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
 def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, by):
     with WandbServer() as server:
         log(tmp_path, server, "axis", "kill")
@@ -79,7 +79,7 @@ def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, b
         assert [row["train/global_step"] for row in losses] == [5 * place for place in range(10)]
 
 
-@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.full)])
 def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
     with WandbServer() as server:
         log(tmp_path, server, "tail", "kill", env={"WANDB_MODE": mode})
@@ -90,6 +90,7 @@ def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
         assert run.summary["least"] in (2, {"min": 2})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
 def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
@@ -101,6 +102,7 @@ def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
         assert numbers(server.run("run")) == expected(*((0, 1) if by == "next" else (0,))), output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["nothing", "summary", pytest.param("artifact", marks=pytest.mark.full)])
 def test_a_run_that_was_killed_before_its_first_row_is_ended(tmp_path, what):
     with WandbServer() as server:
@@ -114,6 +116,7 @@ def test_a_run_that_was_killed_before_its_first_row_is_ended(tmp_path, what):
         assert "nothing that is not sent yet" in send(tmp_path, server)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("modes", [("shared", "auto"), ("auto", "shared"), ("shared", "shared")])
 def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_path, modes):
     """Each rank of a shared attempt has the same rows."""
@@ -141,7 +144,7 @@ def test_a_second_send_does_not_end_a_run_again_for_a_file_that_is_gone(tmp_path
             assert numbers(server.run("run")) == expected(0, 1)
 
 
-@pytest.mark.parametrize("by", ["send", "next"])
+@pytest.mark.parametrize("by", ["next", pytest.param("send", marks=pytest.mark.full)])
 def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by):
     with WandbServer() as server:
         with server.failing(Fault.mute(only="upload")):
@@ -161,6 +164,7 @@ def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by
         assert len([name for name in run.files if name.startswith("media/html")]) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["close", "next", "send"])
 def test_an_artifact_that_kills_wandb_core_each_time_costs_no_row_and_is_named(tmp_path, by):
     """It is given up, and the run ends."""
@@ -190,6 +194,7 @@ def test_an_artifact_that_kills_wandb_core_each_time_costs_no_row_and_is_named(t
         assert server.run("run").state == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [("offline", "kill"), pytest.param(("offline", "return"), marks=pytest.mark.wide)])
 def test_a_watcher_tells_the_end_of_the_attempt_that_logged_last(tmp_path, first):
     """An offline attempt that was killed, then an online one that returned, then an offline one that gets SIGTERM."""
@@ -207,6 +212,7 @@ def test_a_watcher_tells_the_end_of_the_attempt_that_logged_last(tmp_path, first
             jobs.kill(watcher)
 
 
+@pytest.mark.full
 def test_a_watcher_sends_the_rows_behind_a_damaged_block_and_none_twice(tmp_path):
     with WandbServer() as server:
         log(tmp_path, server, "axis", "kill", 0, {"WANDB_MODE": "offline"})
@@ -242,6 +248,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.full
 def test_a_watcher_whose_disk_is_full_when_a_job_ends_ends_the_run_when_there_is_space(tmp_path):
     (tmp_path / "full").touch()
     with WandbServer() as server:
