@@ -40,8 +40,7 @@ from flyteplugins_tracking.trackers.outbox import (
     servers_in,
 )
 from flyteplugins_tracking.trackers.registry import find_tracker
-from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
-from flyteplugins_tracking.trackers.wandb import sender
+from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 # What the header of a run's journal has, with its types.
 _HEADER: Mapping[str, type | tuple[type, ...]] = {
@@ -106,7 +105,7 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
         try:
             if path in of_wandb:
                 require_unwatched(path)
-                yield sender.send(path, of_wandb)
+                yield wandb_files.send(path, of_wandb)
             else:
                 yield send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
