@@ -52,7 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 LONGEST = (
     "test_kills",
     "test_watch",
-    "test_left_runs",
     "test_conformance",
     "test_roles_jobs",
     "test_restarts",

@@ -265,10 +265,10 @@ def fork() -> None:
         in_a_block_that_catches_everything,
     ],
 )
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exit_that_python_or_the_program_drops_waits_or_comes_once_more(drops, in_a_process_of_its_own):
+def test_an_exit_that_python_or_the_program_drops_waits_or_comes_once_more(drops, in_a_process_of_its_own, monkeypatch):
     """Else the function would train on for 25 s, and no `finally` block would run."""
     tracker, unwound = EndsRecorder(), []
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)  # pytest's keeps what Python has dropped
 
     @tracking_init(tracker=tracker, project=PROJECT, id="dropped")
     def train() -> None:
