@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file
-from flyteplugins_tracking._util.lock import RunLock, holder_of
+from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock, holder_of
 from flyteplugins_tracking._util.text import listed
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
@@ -24,8 +23,6 @@ _HIDDEN = (".wandb",)
 _SHOWN = 5
 # The file that the one watcher of a directory holds the lock of. It says which.
 _LOCK = ".flyteplugins-tracking-watch"
-# The errors of a file system without locks.
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def is_run(directory: Path) -> bool:
@@ -66,7 +63,7 @@ def hold(directory: Path) -> RunLock:
     try:
         lock = RunLock.of_file(path)
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         return RunLock()
     if lock is None:

@@ -264,7 +264,7 @@ class FailureReader:
     def _announced(self, limit_s: float = _READ_S) -> list[Failure]:
         try:
             return [] if self._notices is None else self._notices.read(limit_s)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # the last one: no thread can be started
             _warn_once("notices", "the failures that other ranks have announced cannot be read", exc_info=True)
             return []
 

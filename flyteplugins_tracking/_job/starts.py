@@ -163,7 +163,7 @@ def start_in(outer: OuterJob | None, info: DistributedInfo | None) -> tuple[str,
     launch = launch_directory(os.environ) if is_agents else proc.image()
     try:
         number = _number_of(outer, name, starter, launch, is_of_program)
-    except OSError as error:  # a full disk
+    except (OSError, ValueError) as error:  # a full disk; a name that is no number, as of NFS
         follows = "may go on in another training's run" if are_ranks else "makes a new run"
         _warn_once("uncounted", _UNCOUNTED, name, error, follows)
         if not are_ranks:

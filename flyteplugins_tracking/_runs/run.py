@@ -502,9 +502,14 @@ def end_open_runs(timeout_s: float) -> None:
 
 def _for_each_run(action: Callable[[Run], object], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    acting = [threading.Thread(target=action, args=(run,), daemon=True) for run in state.open_runs()]
-    for thread in acting:
-        thread.start()
+    acting = []
+    for run in state.open_runs():
+        thread = threading.Thread(target=action, args=(run,), daemon=True)
+        try:
+            thread.start()
+            acting.append(thread)
+        except RuntimeError:  # no thread can be started
+            action(run)
     for thread in acting:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 

@@ -166,8 +166,9 @@ class Sigterm(PerProcess):
             timeout_s: Seconds that finishing the run may take.
 
         Returns:
-            False if SIGTERM cannot be listened for here: it is ignored, or has a handler in C; the function is not in
-            the main thread, which runs no asyncio loop; or functions of the other kind are listened for.
+            False if SIGTERM cannot be listened for here: it is ignored, or was handled in C before Python started; the
+            function is not in the main thread, which runs no asyncio loop; or it is in the main thread, and functions
+            in other threads are listened for, or the other way round.
         """
         with self._changing:
             if self._functions == 0 and not self._listen():

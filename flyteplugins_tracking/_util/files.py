@@ -61,8 +61,9 @@ def _candidates(on_disk: bool, is_of_machine: bool) -> Iterator[Path]:
     user = f"{_NAME}-{os.geteuid()}"
     places = ("/tmp",) if is_of_machine else (tempfile.gettempdir(), "/tmp")  # noqa: S108 what is in it is checked
     for directory in dict.fromkeys(places):
-        for number in range(_NAMES):
-            yield Path(directory, f"{user}-{number}" if number else user)
+        names = [Path(directory, f"{user}-{number}" if number else user) for number in range(_NAMES)]
+        # One that is there first: who holds and then frees an earlier name must not lead later processes to another.
+        yield from sorted(names, key=lambda name: not is_private(name))
     if is_of_machine:
         return
     home = Path(os.path.expanduser("~"), ".cache")

@@ -138,6 +138,10 @@ def _hold(path: Path) -> bool:
                     return True
             except (BlockingIOError, PermissionError):
                 return False
+            except OSError as error:
+                if error.errno in NO_LOCKS:  # nobody holds it, and its file would say so
+                    os.unlink(path)
+                raise
             finally:
                 if path not in _held.descriptors:
                     os.close(descriptor)

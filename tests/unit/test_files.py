@@ -58,6 +58,14 @@ def test_all_processes_find_one_directory_although_another_user_has_made_the_fir
 
 
 @needs_root
+def test_a_name_that_another_user_frees_again_leads_nobody_to_another_directory(shared_tmp):
+    as_nobody(lambda: planted_directory(shared_tmp / NAME))
+    assert private_directory("locks") == shared_tmp / f"{NAME}-1" / "locks"
+    (shared_tmp / NAME).rmdir()
+    assert private_directory("locks") == shared_tmp / f"{NAME}-1" / "locks"
+
+
+@needs_root
 def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkeypatch, tmp_path):
     monkeypatch.setattr(files, "_NAMES", 2)
     as_nobody(lambda: [planted_directory(shared_tmp / name) for name in (NAME, f"{NAME}-1")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import signal
@@ -188,6 +189,16 @@ def test_another_user_cannot_hold_our_lock(shared_tmp):
         started = time.monotonic()
         acquired(timeout_s=LONG_S).release()
     assert time.monotonic() - started < LONG_S / 2
+
+
+def test_where_there_are_no_locks_no_file_says_that_there_is_a_holder(monkeypatch, tmp_path):
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOLCK, "made to fail")
+
+    monkeypatch.setattr(lock, "lock_file", refuse)
+    with pytest.raises(OSError, match="made to fail"):
+        RunLock.of_file(tmp_path / "a.lock")
+    assert not (tmp_path / "a.lock").exists()
 
 
 def test_without_a_directory_the_lock_counts_as_free(monkeypatch):

@@ -25,7 +25,7 @@ import flyteplugins_tracking
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._runs.call import current
 from flyteplugins_tracking._runs.call import state as state_of_calls
-from flyteplugins_tracking._runs.run import SIGTERM
+from flyteplugins_tracking._runs.run import SIGTERM, end_open_runs
 from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.signals import WakeupFd
@@ -525,6 +525,22 @@ def test_other_signals_reach_the_loop_meanwhile():
         await loop.run_in_executor(None, train)
 
     asyncio.run(main())
+
+
+def test_without_a_thread_to_be_had_runs_are_ended_all_the_same(monkeypatch):
+    tracker = EndsRecorder()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    @tracking_init(tracker=tracker, project=PROJECT, id="no-thread-at-the-end")
+    def train() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            end_open_runs(1.0)
+        assert tracker.runs[0].exit_codes == [143]
+
+    train()
 
 
 def test_without_a_thread_to_be_had_the_function_is_called_without_a_run(monkeypatch, caplog):
