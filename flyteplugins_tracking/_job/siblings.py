@@ -1,16 +1,19 @@
 """The other ranks of this machine, as processes: which have ended, and with what status. Linux only.
 
 A rank that a signal has ended leaves no word. Its parent, the launcher's agent, reaps it within a tenth of a second. A
-file descriptor of the process shows its end immediately, and /proc has its status until then.
+file descriptor of the process shows its end immediately, and its status can be read until then; since Linux 6.15 also
+afterwards, from the descriptor (https://man7.org/linux/man-pages/man2/PIDFD_GET_INFO.2const.html).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import select
 import signal
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +27,9 @@ from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.proc import TERMINATED
 
+# include/uapi/linux/pidfd.h
+_PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT = 1 << 3
 # A sibling may be started after this rank: they are looked for again until all are there.
 _LOOK_AGAIN_S, _LONGEST_PAUSE_S = 0.05, 60.0
 # Two threads of this process notice that a rank has ended, and that the launcher has sent SIGTERM for that: torchrun
@@ -174,7 +180,7 @@ class Siblings(Duty):
         try:
             for descriptor, _ in [] if self._running.closed else self._running.poll(0):
                 rank, pid = self._processes.pop(descriptor)
-                ended = Ended(rank, pid, proc.zombie_status(pid), read_at)
+                ended = Ended(rank, pid, _status(descriptor, pid), read_at)
                 has_exited = ended.signal in (0, signal.SIGINT)
                 self._ended[rank] = ended if has_exited else replace(ended, at=seen_at)
                 self._running.unregister(descriptor)  # a forked child may have a copy, and keep it open
@@ -244,3 +250,16 @@ def _by_order(info: DistributedInfo, children: Sequence[int], by_variable: Mappi
     if len(ranks) != info.local_world_size or info.local_rank is None or ranks[info.local_rank] != os.getpid():
         return {}
     return {info.rank - info.local_rank + index: pid for index, pid in enumerate(ranks)}
+
+
+def _status(descriptor: int, pid: int) -> int | None:
+    """Return the status of a process that has ended: from /proc until it is reaped, then from the descriptor."""
+    status = proc.zombie_status(pid)
+    if status is not None:
+        return status
+    answer = bytearray(struct.pack("=Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, answer)
+        if struct.unpack_from("=Q", answer)[0] & _PIDFD_INFO_EXIT:
+            return int(struct.unpack_from("=i", answer, 60)[0])
+    return None

@@ -275,9 +275,11 @@ def test_a_login_that_slurm_lets_into_a_job_is_no_start_of_it() -> None:
 
 
 NEW_PIDS = "unshare --pid --fork --mount-proc"
+# What the program needs may lie in /tmp itself.
 NEW_TMP = (
-    "unshare --mount sh -c 'mount --bind . /mnt && mount -t tmpfs none /tmp && mkdir -p $PWD && "
-    'mount --bind /mnt "$PWD" && cd "$PWD" && "$@"\' sh'
+    "unshare --mount sh -c 'mount --bind /tmp /mnt && mount -t tmpfs none /tmp && "
+    f'for part in "$PWD" {sys.prefix} {jobs.PACKAGE.parent}; do case "$part" in '
+    '/tmp/*) mkdir -p "$part" && mount --bind "/mnt${part#/tmp}" "$part";; esac; done && cd "$PWD" && "$@"\' sh'
 )
 
 

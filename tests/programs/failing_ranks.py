@@ -133,7 +133,7 @@ if __name__ == "__main__":
     try:
         tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})(train)()
     except ValueError:
-        if SETTINGS["how"].get(os.environ["RANK"]) != "handled":
+        if SETTINGS["how"].get(os.environ.get("RANK")) != "handled":
             raise
     finally:
         if os.environ.get("RANK") in SETTINGS["how"]:

@@ -24,7 +24,7 @@ def train() -> None:
 if __name__ == "__main__":
     error = None
     try:
-        tracking_init(project="tests", id="run0x", **SETTINGS["tracking"])(train)()
+        tracking_init(**{"project": "tests", "id": "run0x", **SETTINGS["tracking"]})(train)()
     except BaseException as raised:
         error = raised
     print("ENDED", type(error).__name__, flush=True)
