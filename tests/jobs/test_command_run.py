@@ -152,7 +152,9 @@ def test_two_dashes_behind_the_script_are_dropped_under_torchrun_as_torchrun_doe
     (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
     words = ("script.py", "--", "--x", "--", "1")
     assert as_python(tmp_path, *words) == "['script.py', '--', '--x', '--', '1']\n"
-    code, printed, told = outcome(tmp_path, *UNDER, *words, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="r")
+    code, printed, told = outcome(
+        tmp_path, *UNDER, *words, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="r"
+    )
     assert (code, printed) == (0, "['script.py', '--x', '--', '1']\n"), told
 
 
