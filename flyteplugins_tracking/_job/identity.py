@@ -9,7 +9,6 @@ This module only names the run. After a restart the tracker opens the id again a
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ from flyteplugins_tracking._job.board import STORE_TIMEOUT, agents_store, rendez
 from flyteplugins_tracking._job.starts import is_task, launch_directory, outer_job, start_in
 from flyteplugins_tracking._rank import children, engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
-from flyteplugins_tracking._rank.engines import Trial
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS, ranks_of_unknown
 from flyteplugins_tracking._util import proc
@@ -46,11 +44,6 @@ class Identity:
 
     base_id: str | None
     group: str | None = None
-
-
-def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
-    """Return the id in the tracker's own variables, for instance `WANDB_RUN_ID`. An empty one counts as not set."""
-    return next((Identity(env[name]) for name in names if env.get(name, "").strip()), None)
 
 
 def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool, in_pool: bool = False) -> Identity:
@@ -94,16 +87,6 @@ def identity_of_program(env: Env) -> Identity:
     """Return the identity of a program by itself: a restart of the job that it runs in keeps it."""
     start = start_in(None if ranks_of_unknown(env) or not children.is_program() else outer_job(env), None)
     return Identity(None if start is None else readable(*start))
-
-
-def id_beside(base_id: str | None) -> str | None:
-    """Return an id for the run of a process that must not have `base_id`, which is a rank's; None for none."""
-    return None if base_id is None else f"{base_id}-{os.urandom(3).hex()}"
-
-
-def identity_of_trial(trial: Trial) -> Identity:
-    """Return the identity of a trial of Ray Tune. Its name is the same when Ray starts it again."""
-    return Identity(readable(trial.name, digest(trial.experiment)), group=trial.name)
 
 
 def identity_of_parent(parent: DistributedInfo, env: Env) -> Identity:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
-from flyteplugins_tracking._runs.call import World, current, override, state
-from flyteplugins_tracking._runs.context import ProcessContext
+from flyteplugins_tracking._runs.calls import current, state
+from flyteplugins_tracking._runs.context import ProcessContext, World, override
 from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 ID = "a-run"
@@ -99,7 +100,7 @@ def nothing_is_open() -> bool:
 
 def world_of(platform: Platform) -> World:
     world = World()
-    world.context = lambda _: platform
+    world.adapted = lambda asked: replace(asked, context=platform)
     return world
 
 

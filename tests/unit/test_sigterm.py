@@ -23,8 +23,8 @@ from support.waiting import wait_until
 
 import flyteplugins_tracking
 from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking._runs.call import current
-from flyteplugins_tracking._runs.call import state as state_of_calls
+from flyteplugins_tracking._runs.calls import current
+from flyteplugins_tracking._runs.calls import state as state_of_calls
 from flyteplugins_tracking._runs.run import SIGTERM, end_open_runs
 from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking._util.fork import PerProcess, register
