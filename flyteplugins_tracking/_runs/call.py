@@ -128,14 +128,14 @@ class Call(PerProcess):
         if self.is_parents or self._has_ended:
             return
         steps = (
-            self._stop_watching,
-            self._restore_around,
+            self._stop_watching,  # which rank hangs or is slow
+            lambda _: self._around.close(),  # tasks do not continue the run any more, and clients open runs again
             self._note_status,
-            self._announce_failure,  # may wait for another host
-            self._record_stop,
-            self._leave_run,  # the last call of a run closes it: `Run.close`
+            self._announce_failure,  # to its run, and to the other ranks, which may take seconds
+            self._record_stop,  # of `should_stop`
+            self._leave_run,  # the last call of a run closes it: the steps of that are in `Run.close`
             self._stop_listening,  # raises the exit if SIGTERM has come
-            self._leave_context,
+            self._leave_context,  # `get_run` is that of the function around
         )
         try:
             with HandlersPutOff():
@@ -280,9 +280,6 @@ class Call(PerProcess):
             from flyteplugins_tracking._job.watch import WATCH
 
             WATCH.remove(*self._duties, has_failed=error is not None)
-
-    def _restore_around(self, _: BaseException | None) -> None:
-        self._around.close()
 
     def _note_status(self, error: BaseException | None) -> None:
         self._has_come()  # even just now: the run's status asks when

@@ -66,10 +66,11 @@ def open_run(asked: Asked, who: Detection, number: int, parent_id: str | None) -
     # From here on, and not when the run is open: that may take seconds, and a rank may die meanwhile.
     is_alone = info is None or info.world_size == 1 or not asked.world.is_real
     failures = FailureReader(info, is_alone=is_alone, is_own_run=config.run_mode == "new")
-    locks, run_file, run = list[RunLock | None](), None, None
+    locks, run_file, run = list[RunLock | RunFile | None](), None, None
     try:
         if config.run_file is not None and not who.is_child:
             run_file = RunFile(asked, config.run_file, info, number, attempt)
+            locks.append(run_file)
         identity = Identity(None) if parent_id is not None else identity_of(asked, who, number, run_file)
         planned = _plan(asked, who, identity, parent_id)
         with _opening.lock:
@@ -93,12 +94,12 @@ def open_run(asked: Asked, who: Detection, number: int, parent_id: str | None) -
                 is_moved = identity.base_id == planned.run_id
                 run_file.base_id = run_plan.run_id if is_moved else identity.base_id
                 run_file.write(handle, has_ended=False)
-            run = Run(asked, info, run_plan, handle, failures, run_file, locks)
+            run = Run(asked, info, run_plan, handle, run_file, locks, failures)
             run.begin()
             return run
     except BaseException as error:
         if run is None:
-            release(failures, run_file, locks)
+            release(locks, failures)
         else:  # a signal has kept it from being used
             run.close(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, None)
         raise
@@ -148,7 +149,7 @@ def _warn_of_unused_arguments(asked: Asked, info: DistributedInfo | None, planne
         logger.warning(warning, "download_logs=True", "the function does not run as a Flyte task")
 
 
-def _lock_run(asked: Asked, info: DistributedInfo | None, planned: RunPlan, locks: list[RunLock | None]) -> RunPlan:
+def _lock_run(asked: Asked, info: DistributedInfo | None, planned: RunPlan, locks: list[Any]) -> RunPlan:
     """Lock the run against other processes and threads of this machine: two writers would lose each other's rows.
 
     A child process has the variables of its rank, and the user's id may be in use. If the lock is taken, the run gets
@@ -235,7 +236,8 @@ def _request(
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
     config, context, info, pool = asked.config, asked.context, who.info, who.pool
-    own = {**_job_metadata(info), **context.run_metadata}
+    shape = ("world_size", "num_workers", "local_world_size", "launcher")
+    own = {**({} if info is None else {name: info[name] for name in shape}), **context.run_metadata}
     if own or attempt:
         own["restart_count"] = attempt
     trial = {} if pool is None or pool.trial is None else plain_config(pool.trial.config, "the trial's config")
@@ -263,12 +265,6 @@ def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
     from flyteplugins_tracking._runs import stopping
 
     stopping.request_of_service(service, otherwise)
-
-
-def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
-    if info is None:
-        return {}
-    return {name: info[name] for name in ("world_size", "num_workers", "local_world_size", "launcher")}
 
 
 def _read_secret(secret: Any, context: ExecutionContext) -> str | None:

@@ -53,9 +53,9 @@ class Run:
         info: This rank; None outside a distributed job.
         plan: The plan of this rank.
         handle: The tracker's handle.
-        failures: Reads why the job ends.
         run_file: The file of `run_file=`; None without one.
-        locks: The locks against other writers; None where there was none to be had.
+        locks: What keeps other writers away, released at the end; None where no lock was to be had.
+        failures: Reads why the job ends.
         users: How many calls use it. It changes while `state.lock` is held.
         closed: Set when it has been closed.
         context: The variables of the thread or task that has opened it.
@@ -70,9 +70,9 @@ class Run:
     info: DistributedInfo | None
     plan: RunPlan
     handle: Handle
-    failures: FailureReader
     run_file: RunFile | None
-    locks: Sequence[RunLock | None]
+    locks: Sequence[RunLock | RunFile | None]
+    failures: FailureReader
     users: int = 1
     closed: threading.Event = field(default_factory=threading.Event)
     context: Context = field(default_factory=copy_context)
@@ -129,7 +129,7 @@ class Run:
                 if exit_code == 0 and self.run_file is not None and not self.was_stopped:
                     self.run_file.write(self.handle, has_ended=True)
             finally:
-                release(self.failures, self.run_file, self.locks)
+                release(self.locks, self.failures)
             if self.asked.context.can_persist:
                 run_with_timeout(self.asked.config.finish_timeout_s, _persist, self)
         finally:
@@ -275,13 +275,12 @@ def _close_with_process() -> None:
         run.close_with_process()
 
 
-def release(failures: FailureReader, run_file: RunFile | None, locks: Sequence[RunLock | None]) -> None:
-    """Let another process have the run, and its file, and read no more failures."""
+def release(locks: Sequence[RunLock | RunFile | None], failures: FailureReader) -> None:
+    """Let another process have the run and its file, and read no more failures."""
     try:
-        for lock in filter(None, locks):
-            lock.release()
-        if run_file is not None:
-            run_file.release()
+        for lock in reversed(locks):
+            if lock is not None:
+                lock.release()
     finally:
         failures.stop()
 
