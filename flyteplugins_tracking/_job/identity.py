@@ -46,11 +46,11 @@ class Identity:
     group: str | None = None
 
 
-def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool, in_pool: bool = False) -> Identity:
+def from_launcher(info: DistributedInfo, env: Env, *, agreement: bool, in_pool: bool = False) -> Identity:
     """Return the identity that this rank's launcher provides.
 
     Args:
-        info: This rank; None outside a distributed job.
+        info: This rank.
         env: The environment variables.
         agreement: Whether several ranks need the same id. If only one rank needs it, it may be random.
         in_pool: Whether this is a worker of a pool, which the batch job around that has not started.
@@ -58,8 +58,6 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool, in
     Raises:
         IdentityError: The launcher provides nothing that is the same on all nodes.
     """
-    if info is None:
-        return Identity(None)
     outer = None if in_pool else outer_job(env)
     parts = start_in(outer, info)
     start = None if parts is None else readable(*parts)

@@ -149,7 +149,7 @@ class Call(PerProcess):
         return self.who.info if self.asked.world.is_real else None
 
     @property
-    def _own_run(self) -> Run | None:
+    def own_run(self) -> Run | None:
         """The run that it has opened; None if it has joined one, or has none."""
         return self.run if self.run is not None and self.run.asked is self.asked else None
 
@@ -171,7 +171,7 @@ class Call(PerProcess):
         Returns:
             An awaitable if `is_async` and there are files; else None.
         """
-        run = self._own_run
+        run = self.own_run
         return None if run is None or self.is_parents else run.publish_files(is_async)
 
     # What begins the call
@@ -195,7 +195,7 @@ class Call(PerProcess):
         state.begin(self)
         if self.listener is not None:
             self.listener.run_opened()
-        run = self._own_run
+        run = self.own_run
         if run is not None:
             self._around.enter_context(asked.context.propagate_run(asked.tracker, run.handle.run))
         self._watch_ranks()
@@ -304,7 +304,7 @@ class Call(PerProcess):
             from flyteplugins_tracking._job.failure import Failure
             from flyteplugins_tracking._job.failures import announce_failure
 
-            info, run = self.who.info, self._own_run
+            info, run = self.who.info, self.own_run
             failure = Failure.of_error(error, 0 if info is None else info.rank, self._exit_code)
             if run is not None:
                 run.opener_failure = failure  # at once: the notice may wait for another host, and a SIGTERM may come
@@ -323,7 +323,7 @@ class Call(PerProcess):
         with nullcontext() if self.listener is None else self.listener.closing():
             is_last = state.end(self)
             if self.run is not None:
-                self.run.leave(None if self._own_run is None else self._exit_code, is_last)
+                self.run.leave(None if self.own_run is None else self._exit_code, is_last)
 
     def _stop_listening(self, error: BaseException | None) -> None:
         if self.listener is not None:

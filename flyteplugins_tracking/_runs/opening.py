@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job.failures import FailureReader
@@ -24,6 +23,7 @@ from flyteplugins_tracking._runs.context import Asked, ExecutionContext
 from flyteplugins_tracking._runs.identity import identity_of
 from flyteplugins_tracking._runs.run import SIGTERM, Run, release
 from flyteplugins_tracking._runs.run_file import RunFile
+from flyteplugins_tracking._runs.stopping import request_of_service
 from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.plain import plain_config
@@ -87,8 +87,7 @@ def open_run(asked: Asked, who: Detection, number: int, parent_id: str | None) -
             if planned.run_id is None and tracker.package is not None:
                 # Another job may learn the id that it has made, from a copy of the run file for one.
                 locks.append(RunLock.acquire(_lock_name(asked, handle.id)))
-            left_s = deadline - time.monotonic()
-            logger.debug("%s: run %s is open, %.1f s before its deadline", tracker.name, handle.id, left_s)
+            logger.debug("%s: run %s is open", tracker.name, handle.id)
             if run_file is not None:
                 # Another id, if that run is open in another process.
                 is_moved = identity.base_id == planned.run_id
@@ -198,9 +197,7 @@ def require(tracker: Tracker) -> None:
         if fault.level == "error":
             raise TrackerNotInstalledError(f"{tracker.title}: {fault.text}. Install a newer one: {fault.fix}")
         _warn_once(fault.text, "%s: %s. Install another version: %s", tracker.title, fault.text, fault.fix)
-    if package is None or package in sys.modules:
-        return
-    if find_spec(package) is None:
+    if package is not None and package not in sys.modules and find_spec(package) is None:
         raise TrackerNotInstalledError(f"pip install {tracker.distribution or package}")
 
 
@@ -252,19 +249,13 @@ def _request(
         may_prompt=may_prompt(info, context),
         sigterm=SIGTERM,
         deadline=deadline,
-        ask_to_stop=functools.partial(_ask_to_stop, asked.tracker.name),
+        ask_to_stop=functools.partial(request_of_service, asked.tracker.name),
     )
 
 
 def may_prompt(info: DistributedInfo | None, context: ExecutionContext) -> bool:
     """Whether this process may ask the user for a key: it runs alone, in a terminal."""
     return info is None and not context.on_cluster and sys.stdin is not None and sys.stdin.isatty()
-
-
-def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
-    from flyteplugins_tracking._runs import stopping
-
-    stopping.request_of_service(service, otherwise)
 
 
 def _read_secret(secret: Any, context: ExecutionContext) -> str | None:

@@ -34,7 +34,6 @@ from flyteplugins_tracking._util.fork import register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.text import printable
-from flyteplugins_tracking._util.threads import run_with_timeout
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._rank.info import DistributedInfo
@@ -131,7 +130,7 @@ class Run:
             finally:
                 release(self.locks, self.failures)
             if self.asked.context.can_persist:
-                run_with_timeout(self.asked.config.finish_timeout_s, _persist, self)
+                threads.run_with_timeout(self.asked.config.finish_timeout_s, _persist, self)
         finally:
             with state.lock:
                 state.runs[:] = [other for other in state.runs if other is not self]

@@ -3,7 +3,8 @@
 In a job, the ranks agree on the step over the job's board (`_job.agreement`). In one process it is a flag. What asks
 for the stop: `request_stop`, SIGTERM, SIGUSR1, the launcher's time limit, and the tracker's service.
 
-All of it starts with the first call of `should_stop()` in a function. A rank that never calls it loads nothing of it.
+All of it starts with the first call of `should_stop()` in a function. A rank without a run that never calls it loads
+nothing of it.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Stopping:
         WATCH.remove(self._ranks, *filter(None, [self._time_limit]))
         run, stop, step = self._call.run, self._ranks.committed, self._ranks.stopped_at
         if run is not None and step is not None:
-            run.was_stopped = True
+            run.was_stopped |= run is self._call.own_run
             if stop is not None and run.plan.primary:
                 text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
                 logger.info("%s: %s", run.asked.tracker.name, text)

@@ -90,10 +90,6 @@ def test_a_primary_alone_does_not_wait_for_rank_0_which_has_no_run(monkeypatch):
     assert from_launcher(info, {}, agreement=False) == first  # of the second call in this process
 
 
-def test_one_process_leaves_the_id_to_the_tracker():
-    assert from_launcher(None, {}, agreement=False) == Identity(None)
-
-
 def test_a_store_that_does_not_answer_is_an_identity_error(monkeypatch):
     pytest.importorskip("torch", reason='torch is not installed: pip install "flyteplugins-tracking[torch]"')
     monkeypatch.setattr(board.agents_store, "__defaults__", (board.timedelta(milliseconds=100),))
@@ -111,7 +107,7 @@ def test_a_store_that_does_not_answer_is_an_identity_error(monkeypatch):
         ({"MLOP_RUN_ID": "b"}, "b"),
         ({"MLOP_RUN_ID": "b", "PLUTO_RUN_ID": "a"}, "a"),
         ({"MLOP_RUN_ID": "b", "PLUTO_RUN_ID": " "}, "b"),
-        ({"PLUTO_RUN_ID": ""}, None),
+        ({"PLUTO_RUN_ID": ""}, None),  # the tracker makes one
     ],
 )
 def test_the_first_variable_of_the_tracker_that_is_set_gives_the_id(bare_environment, monkeypatch, variables, base_id):
