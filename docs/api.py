@@ -30,7 +30,7 @@ PUBLIC = {
 # What a tracker's class inherits and overrides is listed where it is defined; these are for the library alone.
 _INTERNAL = {
     *("replay", "replay_queue", "keep_end", "await_writers", "end_early", "export_run", "on_inactive_rank"),
-    *("ask_to_stop", "forced_run_id", "node_leader", "leads_node", "record_event"),
+    *("ask_to_stop", "forced_run_id", "leads_node", "record_event"),
 }
 _ITEMS = {"Args": "", "Attributes": "", "Raises": "Raises "}
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$", re.MULTILINE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RankScope, RunMode, RunPlan, plan
 from flyteplugins_tracking._rank.topology import get_distributed_info, override_distributed_info
-from flyteplugins_tracking._runs.call import get_run
+from flyteplugins_tracking._runs.calls import get_run
 from flyteplugins_tracking._util.modules import loaded_on_use
 from flyteplugins_tracking.decorator import tracking_init, tracking_run
 from flyteplugins_tracking.errors import (

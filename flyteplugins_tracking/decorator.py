@@ -13,8 +13,9 @@ from typing import Any, NoReturn, TypeVar, overload
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
-from flyteplugins_tracking._runs.call import Call, here
-from flyteplugins_tracking._runs.context import Task
+from flyteplugins_tracking._runs.call import Call
+from flyteplugins_tracking._runs.calls import here
+from flyteplugins_tracking._runs.context import Asked, Task, worlds
 from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
@@ -231,7 +232,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
     ) -> None:
         if kind is GeneratorExit:
             text = "%s: the generator with this block was closed before its end, so its run fails: use it in a `with`"
-            logger.warning(text, self._call.tracker.name)
+            logger.warning(text, self._call.asked.tracker.name)
         self._call.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> Any:
@@ -249,7 +250,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
     def _check(self) -> None:
         if self._was_entered:
             raise ConfigError("this tracking_run(...) has had its block: make another one for the next block")
-        is_task = self._call.context.can_publish_files  # and not only a script with flytekit
+        is_task = self._call.asked.context.can_publish_files  # and not only a script with flytekit
         if is_task and here() is None:
             raise ConfigError("tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task")
         process = sys.modules.get("multiprocessing.process")
@@ -288,4 +289,5 @@ def _call_of(config: TrackingConfig, task: Task | None) -> Call:
     """Return one call, with the propagated arguments for those that the decorator does not set."""
     context = flyte_context.current_context()
     config = propagated_to(config, context.propagated)
-    return Call(config, find_tracker(config.tracker), context, task)
+    world = worlds[-1]
+    return Call(world.adapted(Asked(config, find_tracker(config.tracker), context, task or Task(), world)))

@@ -9,7 +9,6 @@ This module only names the run. After a restart the tracker opens the id again a
 
 from __future__ import annotations
 
-import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,7 +20,6 @@ from flyteplugins_tracking._job.board import STORE_TIMEOUT, agents_store, rendez
 from flyteplugins_tracking._job.starts import is_task, launch_directory, outer_job, start_in
 from flyteplugins_tracking._rank import children, engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
-from flyteplugins_tracking._rank.engines import Trial
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS, ranks_of_unknown
 from flyteplugins_tracking._util import proc
@@ -48,16 +46,11 @@ class Identity:
     group: str | None = None
 
 
-def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
-    """Return the id in the tracker's own variables, for instance `WANDB_RUN_ID`. An empty one counts as not set."""
-    return next((Identity(env[name]) for name in names if env.get(name, "").strip()), None)
-
-
-def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool, in_pool: bool = False) -> Identity:
+def from_launcher(info: DistributedInfo, env: Env, *, agreement: bool, in_pool: bool = False) -> Identity:
     """Return the identity that this rank's launcher provides.
 
     Args:
-        info: This rank; None outside a distributed job.
+        info: This rank.
         env: The environment variables.
         agreement: Whether several ranks need the same id. If only one rank needs it, it may be random.
         in_pool: Whether this is a worker of a pool, which the batch job around that has not started.
@@ -65,8 +58,6 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool, in
     Raises:
         IdentityError: The launcher provides nothing that is the same on all nodes.
     """
-    if info is None:
-        return Identity(None)
     outer = None if in_pool else outer_job(env)
     parts = start_in(outer, info)
     start = None if parts is None else readable(*parts)
@@ -94,16 +85,6 @@ def identity_of_program(env: Env) -> Identity:
     """Return the identity of a program by itself: a restart of the job that it runs in keeps it."""
     start = start_in(None if ranks_of_unknown(env) or not children.is_program() else outer_job(env), None)
     return Identity(None if start is None else readable(*start))
-
-
-def id_beside(base_id: str | None) -> str | None:
-    """Return an id for the run of a process that must not have `base_id`, which is a rank's; None for none."""
-    return None if base_id is None else f"{base_id}-{os.urandom(3).hex()}"
-
-
-def identity_of_trial(trial: Trial) -> Identity:
-    """Return the identity of a trial of Ray Tune. Its name is the same when Ray starts it again."""
-    return Identity(readable(trial.name, digest(trial.experiment)), group=trial.name)
 
 
 def identity_of_parent(parent: DistributedInfo, env: Env) -> Identity:

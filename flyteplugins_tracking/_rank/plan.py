@@ -2,9 +2,9 @@
 
 Six places outside of it change an id. The first four keep two runs from getting the same one:
 
-- `_runs/request.py`, `_identity`: the second call in one process has the base id `{base}-2`, and so on.
-- `_runs/request.py`, `_identity_beside`: a process that a rank has started has `{base}-{random}`, or a random id.
-- `_runs/run.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
+- `_runs/identity.py`, `identity_of`: the second call in one process has the base id `{base}-2`, and so on.
+- `_runs/identity.py`, `_beside`: a process that a rank has started has `{base}-{random}`, or a random id.
+- `_runs/opening.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
   `{id}-{random}`.
 - `trackers/wandb/open.py`, `_init_offline`: if a run continues offline while wandb-core still holds its id, because
   other runs are open in the process, it is `{id}-{random}`.
@@ -15,7 +15,7 @@ Six places outside of it change an id. The first four keep two runs from getting
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
@@ -282,42 +282,3 @@ def _label(info: DistributedInfo, run_mode: RunMode, role: str | None) -> str:
 
 def _with_suffix(base_id: str | None, suffix: str) -> str | None:
     return None if base_id is None else base_id + suffix
-
-
-def leader_of(info: DistributedInfo, rank_scope: RankScope, primary_rank: int, env: Mapping[str, str]) -> int:
-    """Return the local rank that leads on the worker of `info`: the primary's, or 0 if the primary runs elsewhere.
-
-    Args:
-        info: A rank whose local rank is known.
-        rank_scope: The scope of the run.
-        primary_rank: The primary's number in that scope, from 0.
-        env: The environment variables.
-    """
-    if rank_scope == "worker":
-        return primary_rank
-    return _local_rank_of(primary_rank, info, env) or 0
-
-
-def has_primary(info: DistributedInfo, rank_scope: RankScope, primary_rank: int, env: Mapping[str, str]) -> bool:
-    """Return whether a primary of the scope runs on the worker of `info`, as far as this is known."""
-    return rank_scope == "worker" or _local_rank_of(primary_rank, info, env) is not None
-
-
-def _local_rank_of(rank: int, info: DistributedInfo, env: Mapping[str, str]) -> int | None:
-    """Return the local rank of `rank`; None if it does not run on the worker of `info`, or if that is unknown.
-
-    A worker's ranks are consecutive, except where Slurm distributes them otherwise: it lists them.
-    """
-    if rank == 0:
-        return 0 if info.worker_index == 0 else None
-    listed = env.get("SLURM_GTIDS") if info.launcher == "slurm" else None
-    if listed is not None:
-        ranks = sorted(int(text) for text in listed.split(",") if text.strip().isdecimal())
-        return ranks.index(rank) if rank in ranks else None
-    if rank == info.rank:
-        return info.local_rank
-    if info.local_rank is None or info.worker_index is None:
-        return None
-    local_rank = rank - (info.rank - info.local_rank)
-    size = info.local_world_size if info.local_world_size is not None else info.world_size
-    return local_rank if 0 <= local_rank < size else None

@@ -1,7 +1,6 @@
-"""One call of a decorated function, and the calls that run in this process.
+"""One call of a decorated function: what is done when it begins, and what when it ends.
 
-Every rank loads this module; what only ranks with a run need is in `run`. The state is kept here, in a module that
-wrappers import, and never in a wrapper: Elastic's spawn pickles those.
+Every rank loads this module; what only ranks with a run need is in `opening` and `run`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,8 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank import children
@@ -24,24 +19,25 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import opens_run
 from flyteplugins_tracking._rank.pools import counts_of_world
 from flyteplugins_tracking._rank.topology import Detection, examine
-from flyteplugins_tracking._runs.context import ExecutionContext, Task
+from flyteplugins_tracking._runs.calls import current, state
+from flyteplugins_tracking._runs.context import Asked
+from flyteplugins_tracking._runs.exit_codes import exit_code_of
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.signals import HandlersPutOff, critical_section
 from flyteplugins_tracking._util.text import causes
+from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
-from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
-from flyteplugins_tracking.trackers.config import TrackingConfig, is_disabled
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from flyteplugins_tracking._job.failure import Failure
+    from flyteplugins_tracking._job.watch import Duty
     from flyteplugins_tracking._runs.run import Run
-    from flyteplugins_tracking._runs.run_file import RunFile
     from flyteplugins_tracking._runs.sigterm import Sigterm
     from flyteplugins_tracking._runs.stopping import Stopping
-    from flyteplugins_tracking.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -53,31 +49,7 @@ _POLL_S = 0.005
 _LOST_CHILD = re.compile(
     r"DataLoader worker .*(?:Terminated|exited unexpectedly)|terminated abruptly|died with <Signals\.SIGTERM"
 )
-# click, and the packages whose exceptions are not subclasses of click's.
-_CLICKS = frozenset({"click", "typer", "asyncclick", "rich_click"})
 _DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
-
-
-class World:
-    """What is around the calls of this process. The test kit has a world without services, signals and other processes.
-
-    Attributes:
-        is_real: Whether there are any.
-    """
-
-    is_real = True
-
-    def config(self, config: TrackingConfig) -> TrackingConfig:
-        """Return the arguments that have an effect here."""
-        return config
-
-    def tracker(self, tracker: Tracker) -> Tracker:
-        """Return the tracker to use instead of the given one."""
-        return tracker
-
-    def context(self, context: ExecutionContext) -> ExecutionContext:
-        """Return the execution context to use instead of the given one."""
-        return context
 
 
 class Call(PerProcess):
@@ -91,54 +63,42 @@ class Call(PerProcess):
     none: an exception out of a signal handler could leave the run open.
 
     Attributes:
-        config: The user's arguments.
-        tracker: The tracker.
-        context: The platform's side of the call.
-        task: The task whose function is called, if it was decorated as one.
+        asked: What it asks for.
         parent: The call around this one, of any tracker.
-        world: What is around it.
-        found: Who this process is; empty if the call has joined another one.
-        info: This rank; None outside a distributed job.
+        who: This process.
         number: The number of this call among those of the tracker in this process, or in this attempt of its task.
-        run_file: The file of `run_file=`, on a rank that opens a run.
-        parent_id: The run of the calling task, if this task continues it.
         run: The run that it has joined or opened; None on a rank without a run.
         listener: Listens for SIGTERM during the call. Each call has its own start and stop.
         stopping: What `should_stop` has started; None until the function calls it.
         is_parents: Whether this process was forked during the call, and must not end it.
     """
 
-    found: Detection = Detection()
-    info: DistributedInfo | None = None
-    number: int = 1
-    run_file: RunFile | None = None
-    parent_id: str | None = None
+    who = Detection()
+    number = 1
     run: Run | None = None
     listener: Sigterm | None = None
     stopping: Stopping | None = None
-    is_parents: bool = False
+    is_parents = False
     _has_ended = False
+    _exit_code = INTERRUPTED  # if nothing else is noted: only a second Ctrl-C keeps it from that
 
-    def __init__(
-        self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
-    ) -> None:
-        """Store the arguments, or what the world has instead of them."""
-        self.world, outer = worlds[-1], current.get()
-        self.config = self.world.config(config)
-        self.tracker = self.world.tracker(tracker)
-        self.context = self.world.context(context)
-        self.task = task
+    def __init__(self, asked: Asked) -> None:
+        """Does nothing yet."""
+        outer = current.get()
+        self.asked = asked
         # Only this thread's own parent: decorated functions in several threads are several training runs.
         self.parent = None if outer is None or outer.is_parents else outer
-        self._undo = ExitStack()
+        self._around = ExitStack()  # what the function has around it: its child tasks' run, or clients that open none
+        self._duties: Sequence[Duty] = ()
         register(self)
 
     def after_fork_in_child(self) -> None:
         self.is_parents = True
 
     def __repr__(self) -> str:
-        place = "no job" if self.info is None else f"rank {self.info.rank} of {self.info.world_size}"
-        return f"Call({self.tracker.name}, number {self.number}, {place}, {self.run or 'no run'})"
+        info = self.who.info
+        place = "no job" if info is None else f"rank {info.rank} of {info.world_size}"
+        return f"Call({self.asked.tracker.name}, number {self.number}, {place}, {self.run or 'no run'})"
 
     @critical_section(_PATIENCE_S)
     def __enter__(self) -> Call:
@@ -152,6 +112,8 @@ class Call(PerProcess):
                 self._begin()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
+            if isinstance(error, (TopologyError, IdentityError)):
+                error.args = (f"{error}\n{_DOCTOR}",)
             if isinstance(error, TrackingError):
                 # Its message says what to do. The library's frames would stand between the user's call and the message.
                 raise error.with_traceback(None)  # noqa: B904 its cause is kept
@@ -162,153 +124,137 @@ class Call(PerProcess):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Undo what `__enter__` has done, in reverse: the run is closed with the status of the block. Once."""
+        """End the call, once: these steps in this order. If one raises, the others are taken with that error."""
         if self.is_parents or self._has_ended:
             return
+        steps = (
+            self._stop_watching,  # which rank hangs or is slow
+            lambda _: self._around.close(),  # tasks do not continue the run any more, and clients open runs again
+            self._note_status,
+            self._announce_failure,  # to its run, and to the other ranks, which may take seconds
+            self._record_stop,  # of `should_stop`
+            self._leave_run,  # the last call of a run closes it: the steps of that are in `Run.close`
+            self._stop_listening,  # raises the exit if SIGTERM has come
+            self._leave_context,  # `get_run` is that of the function around
+        )
         try:
             with HandlersPutOff():
-                self._undo.__exit__(kind, error, traceback)
+                _take(steps, error)
         finally:
             self._has_ended = True
 
     @property
     def job(self) -> DistributedInfo | None:
         """This rank, if the other ranks of its job can be told and heard; None in a simulated job."""
-        return self.info if self.world.is_real else None
+        return self.who.info if self.asked.world.is_real else None
 
     @property
-    def is_disabled(self) -> bool:
-        """Whether no rank has a run, because the user has turned tracking off. A test has its recorded runs.
+    def own_run(self) -> Run | None:
+        """The run that it has opened; None if it has joined one, or has none."""
+        return self.run if self.run is not None and self.run.asked is self.asked else None
 
-        Raises:
-            ConfigError: The variable has an unknown value.
+    def listen_for_sigterm(self, timeout_s: float, package: str | None) -> None:
+        """Listen for SIGTERM from now on, if that is possible in this thread.
+
+        Args:
+            timeout_s: Seconds that finishing the run may take.
+            package: The vendor's package, as the tracker imports it; None without a run.
         """
-        return self.world.is_real and is_disabled()
+        from flyteplugins_tracking._runs.run import SIGTERM
 
-    @property
-    def timeout_s(self) -> float | None:
-        """How long the platform lets the task run, in seconds; None if nothing ends it, as in a local execution."""
-        return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
+        if self.asked.world.is_real and SIGTERM.start(package, timeout_s):
+            self.listener = SIGTERM
 
-    @property
-    def attempt(self) -> int:
-        """How many attempts of the run came before: told by the launcher or the job, by the platform, and by a file."""
-        from flyteplugins_tracking._job.starts import outer_job
+    def publish_files(self, is_async: bool = False) -> Any:
+        """Make the files of a run that has ended an output of its task, if `download_logs` is set. Raises nothing.
 
-        is_program = self.context.base_id is None and self.found.pool is None and children.is_program()
-        outer = outer_job(os.environ) if is_program else None
-        count = self.info.restart_count if self.info else outer.restarts if outer else 0
-        return count + self.context.attempt + (0 if self.run_file is None else self.run_file.earlier)
+        Returns:
+            An awaitable if `is_async` and there are files; else None.
+        """
+        run = self.own_run
+        return None if run is None or self.is_parents else run.publish_files(is_async)
 
-    @property
-    def _has_workers(self) -> bool | None:
-        return None if self.task is None else self.task.has_workers
-
-    # What opens the call
+    # What begins the call
 
     def _begin(self) -> None:
         _withdraw_announced()
-        try:
-            with ExitStack() as undo:
-                undo.callback(self._reset, current.set(self))
-                undo.push(self._close)
-                self._open(undo)
-                self._undo = undo.pop_all()
-        except (TopologyError, IdentityError) as error:
-            error.args = (f"{error}\n{_DOCTOR}",)
-            raise
-
-    def _open(self, undo: ExitStack) -> None:
+        current.set(self)
+        asked = self.asked
         enclosing = None
-        if self.config.run_mode != "new" and not self._has_workers:
-            enclosing = _join_enclosing(self.parent, self.tracker.name)
+        if asked.config.run_mode != "new" and not asked.task.has_workers:
+            enclosing = state.join(self.parent, asked.tracker.name)
         if enclosing is None:
-            self._detect()
-            self._open_run(undo)
+            self._open()
         else:
-            self.info, self.run = enclosing.info, enclosing.run
-            if self.config.role is not None:
+            self.who, self.run = enclosing.who, enclosing.run
+            if asked.config.role is not None:
                 text = "%s: role=%r is ignored: its function runs in the process of the function that has the run"
-                logger.warning(text, self.tracker.name, self.config.role)
+                logger.warning(text, asked.tracker.name, asked.config.role)
             if self.run is not None:
-                from flyteplugins_tracking._runs.run import listen_for_sigterm
-
-                listen_for_sigterm(self, self.run.opener.config.finish_timeout_s)
+                self.listen_for_sigterm(self.run.asked.config.finish_timeout_s, asked.tracker.package)
         state.begin(self)
         if self.listener is not None:
             self.listener.run_opened()
-        if self.run is not None and self.run.opener is self:
-            undo.enter_context(self.context.propagate_run(self.tracker, self.run.handle.run))
-        self._watch_ranks(undo)
+        run = self.own_run
+        if run is not None:
+            self._around.enter_context(asked.context.propagate_run(asked.tracker, run.handle.run))
+        self._watch_ranks()
 
-    def _detect(self) -> None:
-        """Find out who this process is, and with it the arguments of this call."""
-        self.found = examine(os.environ)
-        self.info = self.found.info
-        counts = self.context.call_counts
-        if counts is None:
-            counts = counts_of_world(self.info, self.found.pool)
-        self.number = state.count(self.tracker.name, counts)
-        logger.debug("%s: this process is %s, by %s", self.tracker.name, self.info or "no rank", self.found.variables)
-        children.mark(self.found.variables)
-        config, parent_run = self.config, None if self.is_disabled else self._run_of_calling_task()
+    def _open(self) -> None:
+        """Find out who this process is, and open its run if it should have one."""
+        asked, self.who = self.asked, examine(os.environ)
+        info, name = self.who.info, asked.tracker.name
+        counts = asked.context.call_counts
+        self.number = state.count(name, counts_of_world(info, self.who.pool) if counts is None else counts)
+        logger.debug("%s: this process is %s, by %s", name, info or "no rank", self.who.variables)
+        children.mark(self.who.variables)
+        config, is_off, parent_id = asked.config, asked.is_disabled, None
+        parent_run = None if is_off else _run_of_calling_task(asked, self.who)
         if parent_run is not None:
             # A role has a config of its own, also in the run of the task that calls it.
             own = {} if config.role is None else {"config": config.config}
-            config, self.parent_id = config.for_parent({**parent_run, **own}), parent_run["id"]
-        self.config = config.in_world(self.info)
-
-    def _run_of_calling_task(self) -> Mapping[str, Any] | None:
-        """Return the run of the task that calls this one, if this task continues it.
-
-        Raises:
-            ConfigError: It should, and the calling task has no run.
-        """
-        run_mode, name = self.config.run_mode, self.tracker.name
-        is_distributed = self._has_workers or self.info is not None or self.found.is_child
-        if self.config.role is not None:  # all ranks of its job have one writer
-            joins = self.config.id is None
-        else:
-            joins = not is_distributed and run_mode != "new" and self.config.roles is None
-        parent_run = self.context.parents.get(name) if joins else None
-        if parent_run is None and self._has_workers is False and self.info is None and run_mode == "shared":
-            raise ConfigError(
-                "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
-                f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
-            )
-        return parent_run
-
-    def _open_run(self, undo: ExitStack) -> None:
-        config, is_off = self.config, self.is_disabled
+            config, parent_id = config.for_parent({**parent_run, **own}), parent_run["id"]
+        config = config.in_world(info)
+        self.asked = asked = replace(asked, config=config)
         # A rank without a run needs no id: agreeing on one would cost imports and time.
-        if is_off or not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
-            logger.debug("%s: this rank has no run", self.tracker.name)
-            # Without a job, no tracker waits for the run of the primary, which has none either.
-            info = None if is_off else self.info
-            for tracker in _all_trackers(self.tracker) if is_off else [self.tracker]:
-                restore = tracker.on_inactive_rank(config, info)
-                if restore is not None:
-                    undo.callback(restore)
+        if is_off or not opens_run(info, config.run_mode, config.rank_scope, config.primary_rank):
+            logger.debug("%s: this rank has no run", name)
+            self._keep_clients_idle(is_off)
             return
-        from flyteplugins_tracking._runs.run import open_run
+        from flyteplugins_tracking._runs.opening import open_run
 
         try:
-            self.run = open_run(self)
+            self.listen_for_sigterm(config.finish_timeout_s, asked.tracker.package)
+            self.run = open_run(asked, self.who, self.number, parent_id)
         except RuntimeError as error:
             if "start new thread" not in str(error):  # CPython's text
                 raise
             # A limit of the machine or its container must not end the training job.
-            logger.warning("%s: the function is called without a run: %s", self.tracker.name, error)
+            logger.warning("%s: the function is called without a run: %s", name, error)
             if self.listener is not None:
                 self.listener.stop()
                 self.listener = None
 
-    def _watch_ranks(self, undo: ExitStack) -> None:
+    def _keep_clients_idle(self, is_off: bool) -> None:
+        """Have the clients that the function's code may use open no run, on a rank without one."""
+        trackers = [self.asked.tracker]
+        if is_off:
+            from flyteplugins_tracking.trackers.registry import BUILT_IN, find_tracker
+
+            trackers += (other for other in map(find_tracker, BUILT_IN) if other is not self.asked.tracker)
+        for tracker in trackers:
+            # Without a job, no tracker waits for the run of the primary, which has none either.
+            restore = tracker.on_inactive_rank(self.asked.config, None if is_off else self.who.info)
+            if restore is not None:
+                self._around.callback(restore)
+
+    def _watch_ranks(self) -> None:
         """Have the watch look at the job's ranks, if `hang_timeout_s` or `pulse_s` asks for it.
 
         It does so for one call: not if it does it for a function around this one, or in another thread.
         """
-        if not self.config.is_monitored or self.is_disabled:
+        config, run = self.asked.config, self.run
+        if not config.is_monitored or self.asked.is_disabled:
             return
         from flyteplugins_tracking._job.hang import RollCallDuty
         from flyteplugins_tracking._job.pulse import PulseDuty
@@ -316,7 +262,7 @@ class Call(PerProcess):
 
         if WATCH.does(RollCallDuty, PulseDuty):
             return
-        config, info, run, duties = self.config, self.info or ALONE, self.run, list[Duty]()
+        info, duties = self.who.info or ALONE, list[Duty]()
         shown_by = run if run is not None and run.plan.first else None  # the first primary
         if config.hang_timeout_s is not None:
             show = None if shown_by is None else shown_by.record_hang
@@ -325,87 +271,104 @@ class Call(PerProcess):
             log = None if shown_by is None else shown_by.add_to_next_row
             duties.append(PulseDuty(info, config.pulse_s, log))
         if WATCH.add(info, *duties, without="hang_timeout_s and pulse_s are ignored"):
-            undo.push(lambda kind, *_: WATCH.remove(*duties, has_failed=kind is not None))
+            self._duties = duties
 
-    # What closes it
+    # What ends it, in the order of `__exit__`
 
-    def _close(self, _: object, error: BaseException | None, __: object) -> None:
-        """End the call with the function's status. The run is closed if no other call uses it."""
-        if self.listener is not None:
-            self.listener.has_come()  # even just now: the run's status asks when
+    def _stop_watching(self, error: BaseException | None) -> None:
+        if self._duties:
+            from flyteplugins_tracking._job.watch import WATCH
+
+            WATCH.remove(*self._duties, has_failed=error is not None)
+
+    def _note_status(self, error: BaseException | None) -> None:
+        self._has_come()  # even just now: the run's status asks when
         if error is not None and _may_be_of_sigterm(error):
-            self._await_sigterm()
-        exit_code = 0 if error is None else self._exit_code_of(error)
-        logger.debug("%r ends with status %d", self, exit_code)
-        failure = None if error is None else self._announce(error, exit_code)
-        try:
-            if self.stopping is not None:
-                self.stopping.before_close()
-            if self.run is None:
-                state.end(self)
-            else:
-                self.run.leave(self, exit_code, failure)
-        finally:
-            if self.listener is not None:
-                self.listener.stop(error)
-
-    def _await_sigterm(self) -> None:
-        """Wait a moment for the SIGTERM that a process of this one has had before: a launcher signals one by one."""
-        deadline = time.monotonic() + _SIGTERM_S
-        while not self._is_terminated and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-    @property
-    def _is_terminated(self) -> bool:
-        return self.listener is not None and self.listener.has_come()
-
-    def _reset(self, token: Token[Call | None]) -> None:
-        if self.stopping is not None:
-            self.stopping.after_close()
-        with suppress(ValueError):  # a coroutine that is left behind is closed in another context
-            current.reset(token)
-            # Two generators with a block each may end in the order in which they have started.
-            outer = current.get()
-            while outer is not None and outer._has_ended:
-                outer = outer.parent
-            current.set(outer)
-
-    def _exit_code_of(self, error: BaseException) -> int:
+            wait_until(self._has_come, _SIGTERM_S, _POLL_S)  # a launcher signals one process after the other
         asyncio = sys.modules.get("asyncio")
         is_cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
-        if is_cancelled and self.listener is not None and self.listener.has_come(signal.SIGINT):
-            return INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
-        return exit_code_of(error, self.context.success_exceptions)
+        if is_cancelled and self._has_come(signal.SIGINT):
+            self._exit_code = INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
+        else:
+            self._exit_code = 0 if error is None else exit_code_of(error, self.asked.context.success_exceptions)
+        logger.debug("%r ends with status %d", self, self._exit_code)
 
-    def _announce(self, error: BaseException, exit_code: int) -> Failure | None:
-        """Return why this rank fails, and tell the other ranks if its outermost call ends. Raises nothing.
+    def _has_come(self, number: int = signal.SIGTERM) -> bool:
+        return self.listener is not None and self.listener.has_come(number)
 
-        Returns:
-            None if the rank does not fail, but is stopped.
-        """
-        if exit_code in (0, INTERRUPTED, TERMINATED) or self._is_terminated:
-            return None
-        failure = None
+    def _announce_failure(self, error: BaseException | None) -> None:
+        """Note why this rank fails, if it is not stopped, and tell the other ranks if its outermost call ends."""
+        if error is None or self._exit_code in (0, INTERRUPTED, TERMINATED) or self._has_come():
+            return
         try:
             from flyteplugins_tracking._job.failure import Failure
             from flyteplugins_tracking._job.failures import announce_failure
 
-            failure = Failure.of_error(error, 0 if self.info is None else self.info.rank, exit_code)
+            info, run = self.who.info, self.own_run
+            failure = Failure.of_error(error, 0 if info is None else info.rank, self._exit_code)
+            if run is not None:
+                run.opener_failure = failure  # at once: the notice may wait for another host, and a SIGTERM may come
             if self.job is not None and self.parent is None:
                 announce_failure(error, failure, self.job)
                 _announced.append((failure, self.job))
         except Exception:
             # The user's exception must leave the function, and not the library's: perhaps no thread can be started.
             logger.warning("the other ranks are not told why this one fails", exc_info=True)
-        return failure
 
-    def publish_files(self, is_async: bool = False) -> Any:
-        """Make the files of a run that has ended an output of its task, if `download_logs` is set. Raises nothing.
+    def _record_stop(self, _: BaseException | None) -> None:
+        if self.stopping is not None:
+            self.stopping.before_close()
 
-        Returns:
-            An awaitable if `is_async` and there are files; else None.
-        """
-        return None if self.run is None or self.is_parents else self.run.publish_files(self, is_async)
+    def _leave_run(self, _: BaseException | None) -> None:
+        with nullcontext() if self.listener is None else self.listener.closing():
+            is_last = state.end(self)
+            if self.run is not None:
+                self.run.leave(None if self.own_run is None else self._exit_code, is_last)
+
+    def _stop_listening(self, error: BaseException | None) -> None:
+        if self.listener is not None:
+            self.listener.stop(error)
+
+    def _leave_context(self, _: BaseException | None) -> None:
+        if self.stopping is not None:
+            self.stopping.after_close()
+        if current.get() is self:  # and not a coroutine's that is left behind, and closed in another context
+            # Two generators with a block each may end in the order in which they have started.
+            outer = self.parent
+            while outer is not None and outer._has_ended:
+                outer = outer.parent
+            current.set(outer)
+
+
+def _take(steps: Sequence[Callable[[BaseException | None], object]], error: BaseException | None) -> None:
+    """Take each step, also if one before it has raised: the later ones get that error, and it is raised at the end."""
+    for number, step in enumerate(steps, 1):
+        try:
+            step(error)
+        except BaseException as raised:
+            _take(steps[number:], raised)
+            raise
+
+
+def _run_of_calling_task(asked: Asked, who: Detection) -> Mapping[str, Any] | None:
+    """Return the run of the task that calls this one, if this task continues it.
+
+    Raises:
+        ConfigError: It should, and the calling task has no run.
+    """
+    config, name = asked.config, asked.tracker.name
+    is_distributed = asked.task.has_workers or who.info is not None or who.is_child
+    if config.role is not None:  # all ranks of its job have one writer
+        joins = config.id is None
+    else:
+        joins = not is_distributed and config.run_mode != "new" and config.roles is None
+    parent_run = asked.context.parents.get(name) if joins else None
+    if parent_run is None and asked.task.has_workers is False and who.info is None and config.run_mode == "shared":
+        raise ConfigError(
+            "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
+            f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
+        )
+    return parent_run
 
 
 def _may_be_of_sigterm(error: BaseException) -> bool:
@@ -431,156 +394,3 @@ def _withdraw_announced() -> None:
             withdraw_failure(*_announced.pop())
         except Exception:
             logger.warning("an exception that was handled may be taken for the end of this rank", exc_info=True)
-
-
-def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
-    """Return the status of a process that ends with `error`."""
-    if isinstance(error, successes):
-        return 0
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if _is_clicks(type(error)):
-        # click ends the process with it: `Exit`, `UsageError` and other `ClickException`s; an `Abort` has none.
-        code = getattr(error, "exit_code", 1)
-        return code & 0xFF if isinstance(code, int) else 1
-    if isinstance(error, SystemExit):
-        # https://docs.python.org/3/library/exceptions.html#SystemExit
-        # The system keeps the lowest 8 bits of the code, and Python makes -1 of a code that is no C integer.
-        if isinstance(error.code, int):
-            return error.code & 0xFF if -(2**63) <= error.code < 2**63 else 255
-        return int(error.code is not None)
-    return 1
-
-
-def _is_clicks(kind: type[BaseException]) -> bool:
-    """Whether it is a class of click's exceptions, or of a package that has a copy of click. None is imported."""
-    return any(base.__module__.partition(".")[0] in _CLICKS for base in kind.__mro__)
-
-
-# The call of this thread or task.
-current: ContextVar[Call | None] = ContextVar("flyteplugins_tracking_call", default=None)
-# The real world, and those of the tests that run: the last one holds, in every thread.
-worlds = [World()]
-
-
-class _State(PerProcess):
-    """The calls of this process, and their runs.
-
-    Attributes:
-        calls: The calls that have not ended, also for threads that a function starts: they do not inherit the context.
-        runs: The runs that are open, or that the last of their calls is closing.
-        lock: Held while these and the users of a run change.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.runs: list[Run] = []
-        self.lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def count(self, tracker: str, counts: Counter[str] | None) -> int:
-        """Count one more call, in `counts` or else in this process, and return the number of calls."""
-        counts = self._counts if counts is None else counts
-        with self.lock:
-            counts[tracker] += 1
-            return counts[tracker]
-
-    def begin(self, call: Call) -> None:
-        """Add a call that runs."""
-        with self.lock:
-            self.calls.append(call)
-
-    def end(self, call: Call) -> None:
-        """Remove a call that has ended, or that could not begin."""
-        with self.lock:
-            if call in self.calls:
-                self.calls.remove(call)
-
-    def open_runs(self) -> list[Run]:
-        """Return the runs that calls use, of all threads."""
-        with self.lock:
-            return [run for run in self.runs if run.users > 0]
-
-
-state = register(_State())
-
-
-def get_run(tracker: str | None = None) -> Any:
-    """Return the tracker's own run object.
-
-    Args:
-        tracker: The tracker's name, if several are stacked; None for that of the innermost decorated function.
-
-    Returns:
-        None on ranks that have no run, outside a decorated function, and in a forked child such as a DataLoader's
-        worker. Threads that the function starts have its run. If several decorated functions run in threads at the same
-        time, start their threads with `contextvars.copy_context().run`: otherwise `get_run()` is None in them.
-    """
-    call = here()
-    if tracker is not None:
-        call = _nearest(call, tracker)
-    return None if call is None or call.run is None else call.run.handle.run
-
-
-def here() -> Call | None:
-    """Return the call that this thread or task is in; None outside of a decorated function. See `get_run`."""
-    call = current.get()
-    if call is not None and not call.is_parents:
-        return call
-    return _innermost() if state.calls else None
-
-
-@contextmanager
-def override(world: World) -> Iterator[None]:
-    """Have another world around the functions that are called in the block, in every thread."""
-    worlds.append(world)
-    try:
-        yield
-    finally:
-        worlds.remove(world)
-
-
-def _all_trackers(tracker: Tracker) -> list[Tracker]:
-    """Return `tracker` and the built-in ones: the function's code may use the client of each."""
-    from flyteplugins_tracking.trackers.registry import BUILT_IN, find_tracker
-
-    return [tracker, *(other for other in map(find_tracker, BUILT_IN) if other is not tracker)]
-
-
-def _join_enclosing(parent: Call | None, tracker: str) -> Call | None:
-    """Join the run of the nearest call around this one that has not ended.
-
-    Returns:
-        The call whose run, if it has one, is joined. None if all have ended: a task or thread may outlive its starter.
-    """
-    with state.lock:
-        enclosing = _nearest(parent, tracker)
-        while enclosing is not None:
-            run = enclosing.run
-            if enclosing in state.calls or (run is not None and run.users > 0):
-                if run is not None:
-                    run.users += 1
-                return enclosing
-            enclosing = _nearest(enclosing.parent, tracker)
-    return None
-
-
-def _innermost() -> Call | None:
-    """Return the running call for a thread without a context; None if several training runs are open together."""
-    running = state.calls[:]  # a copy without the lock: threads ask for each row that they log
-    last = running[-1] if running else None
-    if len(running) > 1 and any(call is not last and not _encloses(call, last) for call in running):
-        return None
-    return last
-
-
-def _encloses(call: Call, inner: Call | None) -> bool:
-    while inner is not None and inner.parent is not call:
-        inner = inner.parent
-    return inner is not None
-
-
-def _nearest(call: Call | None, tracker: str) -> Call | None:
-    while call is not None and call.tracker.name != tracker:
-        call = call.parent
-    return call

@@ -1,13 +1,14 @@
-"""The platform's side: what is known of a task when it is decorated, and what the platform can do for a call."""
+"""What is known of a call before anything runs: what it asks for, its task, its platform, and the world around it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._util.record import Record
+from flyteplugins_tracking.trackers.config import TrackingConfig, is_disabled
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Tracker
@@ -17,14 +18,14 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class Task(NamedTuple):
-    """The facts about a Flyte task that are known when it is decorated.
+    """The facts about a Flyte task that are known when it is decorated. A plain function has those of the defaults.
 
     Attributes:
         has_workers: Whether it asks for workers of its own; None if that is unknown and makes no difference.
         timeout_s: How long an attempt may run, in seconds; None for no limit.
     """
 
-    has_workers: bool | None
+    has_workers: bool | None = None
     timeout_s: float | None = None
 
 
@@ -91,3 +92,58 @@ class ExecutionContext(Record):
 
 class ProcessContext(ExecutionContext):
     """A plain process: a script, a notebook, or a rank of a launcher."""
+
+
+class World:
+    """What is around the calls of this process. The test kit has a world without services, signals and other processes.
+
+    Attributes:
+        is_real: Whether there are any.
+    """
+
+    is_real = True
+
+    def adapted(self, asked: Asked) -> Asked:
+        """Return what a call gets here."""
+        return asked
+
+
+class Asked(Record):
+    """What one call asks for.
+
+    Attributes:
+        config: The user's arguments.
+        tracker: The tracker.
+        context: The platform's side of the call.
+        task: The task whose function is called.
+        world: What is around the call.
+    """
+
+    config: TrackingConfig
+    tracker: Tracker
+    context: ExecutionContext
+    task: Task
+    world: World
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no rank has a run, because the user has turned tracking off. A test has its recorded runs.
+
+        Raises:
+            ConfigError: The variable has an unknown value.
+        """
+        return self.world.is_real and is_disabled()
+
+
+# The real world, and those of the tests that run: the last one holds, in every thread.
+worlds = [World()]
+
+
+@contextmanager
+def override(world: World) -> Iterator[None]:
+    """Have another world around the functions that are called in the block, in every thread."""
+    worlds.append(world)
+    try:
+        yield
+    finally:
+        worlds.remove(world)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.proc import set_variables
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import merged
@@ -35,14 +34,8 @@ _blocks: list[Mapping[str, str | None]] = []
 _outside: dict[str, str | None] = {}
 
 
-class _Guard(PerProcess):
-    """The lock of the state above. A forked child is in its parent's blocks, and keeps them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-
-_guard = register(_Guard())
+# The lock of the state above. A forked child is in its parent's blocks, and keeps them.
+_guard = register(OwnLock())
 
 
 def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:

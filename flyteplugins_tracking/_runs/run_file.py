@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, job_board
 from flyteplugins_tracking._rank.plan import plan
+from flyteplugins_tracking._runs.context import Asked
 from flyteplugins_tracking._util.checks import check_flag, check_run_id, check_text
 from flyteplugins_tracking._util.files import is_own_file, read_own, replace_whole
 from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock
@@ -33,7 +34,7 @@ from flyteplugins_tracking.errors import ConfigError, IdentityError
 from flyteplugins_tracking.trackers.config import DEFAULT_TRACKER
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.call import Call
+    from flyteplugins_tracking._rank.info import DistributedInfo
     from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
@@ -60,17 +61,20 @@ class RunFile:
     base_id: str | None = None
     earlier: int = 0
 
-    def __init__(self, call: Call, path: str) -> None:
+    def __init__(self, asked: Asked, path: str, info: DistributedInfo | None, number: int, attempt: int) -> None:
         """Does nothing yet.
 
         Args:
-            call: The call.
+            asked: What the call asks for.
             path: The file of the default tracker's first call.
+            info: This rank; None outside a distributed job.
+            number: The number of the call.
+            attempt: How many attempts of the run came before in this job.
         """
-        self._call = call
+        self._asked, self._info, self._number, self._attempt = asked, info, number, attempt
         self._first = Path(os.path.realpath(os.path.expanduser(path)))  # of a link, the file that it leads to
-        self._path = self._path_of(call.number)
-        self._place = dict(call.tracker.place(call.config))
+        self._path = self._path_of(number)
+        self._place = dict(asked.tracker.place(asked.config))
         self._lock: RunLock | None = None
 
     def find(self) -> str | None:
@@ -79,23 +83,23 @@ class RunFile:
         Raises:
             IdentityError: The first rank with a run does not say which.
         """
-        call, config = self._call, self._call.config
-        is_first = plan(call.info, config.run_mode, config.rank_scope, None, primary_rank=config.primary_rank).first
+        config, info, name = self._asked.config, self._info, self._asked.tracker.name
+        is_first = plan(info, config.run_mode, config.rank_scope, None, primary_rank=config.primary_rank).first
         if is_first:
             self._lock = self._acquire()
         entry = self._earlier_run() if self._lock is not None or not is_first else None
-        earlier = 0 if entry is None else max(0, entry["restart_count"] + 1 - call.attempt)
+        earlier = 0 if entry is None else max(0, entry["restart_count"] + 1 - self._attempt)
         found = f"{earlier}{_BETWEEN}{'' if entry is None else entry['base_id']}"
-        board, topic = None, f"run_file/{call.tracker.name}.{call.number}"
+        board, topic = None, f"run_file/{name}.{self._number}"
         with suppress(RuntimeError):  # the store does not answer
-            board = None if call.info is None else job_board(call.info, os.environ, topic)
+            board = None if info is None else job_board(info, os.environ, topic)
         if board is None:
             return self._take(found)
         if is_first:  # agents that start their ranks again keep what the first attempt has found
             return self._take(board.put_first(_KEY, found))
         if not wait_until(lambda: board.get(_KEY) is not None, STORE_TIMEOUT.seconds):
             text = "%s: run_file=%s: waits until the first rank with a run calls the function, and reads the file"
-            _warn_once((self._path, "waits"), text, call.tracker.name, self._path)
+            _warn_once((self._path, "waits"), text, name, self._path)
         if not wait_until(lambda: board.get(_KEY) is not None, _LONGEST_WAIT_S):
             raise IdentityError(
                 f"run_file={self._path}: the first rank with a run has not told within {_LONGEST_WAIT_S:.0f} s which "
@@ -119,11 +123,10 @@ class RunFile:
         """
         if self._lock is None or handle.is_disabled:
             return
-        call, path = self._call, self._path
-        base_id, kept = self.base_id or handle.id, self._entry(call.number)
+        path, base_id, kept = self._path, self.base_id or handle.id, self._entry(self._number)
         if kept is not None and has_ended and kept["base_id"] != base_id:
             return  # the directory was moved, and another job has made this file
-        entry = {"base_id": base_id, "after": self._ended_before(), "restart_count": call.attempt}
+        entry = {"base_id": base_id, "after": self._ended_before(), "restart_count": self._attempt + self.earlier}
         entry |= {"has_ended": has_ended, "directory": str(path.parent)}
         try:
             if kept is None and os.path.lexists(path):
@@ -134,7 +137,7 @@ class RunFile:
         except OSError as error:
             follows = "goes on in run %s in any case" if kept or has_ended else "will not go on in run %s"
             text = f"%s: run_file=%s cannot be written, so that the next job {follows}: %s"
-            _warn_once((path, base_id), text, call.tracker.name, path, base_id, error)
+            _warn_once((path, base_id), text, self._asked.tracker.name, path, base_id, error)
 
     def release(self) -> None:
         """Let another job use the file."""
@@ -142,10 +145,10 @@ class RunFile:
             self._lock.release()
 
     def _acquire(self) -> RunLock | None:
-        name, path = self._call.tracker.name, self._path
+        name, path = self._asked.tracker.name, self._path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = RunLock.of_file(_lock_of(path), self._call.config.init_timeout_s / 2)
+            lock = RunLock.of_file(_lock_of(path), self._asked.config.init_timeout_s / 2)
         except OSError as error:
             if error.errno in NO_LOCKS:
                 text = "%s: run_file=%s: its file system has no locks, so no other job may use it at the same time"
@@ -158,13 +161,13 @@ class RunFile:
         return lock
 
     def _path_of(self, number: int) -> Path:
-        name = self._call.tracker.name
+        name = self._asked.tracker.name
         suffixes = [*([] if name == DEFAULT_TRACKER else [name]), *([] if number == 1 else [str(number)])]
         return self._first.with_name(".".join([self._first.name, *suffixes]))
 
     def _earlier_run(self) -> dict[str, Any] | None:
         """Return the entry of the run that goes on; None for a new run."""
-        call, number = self._call, self._call.number
+        asked, number = self._asked, self._number
         entry = self._entry(number)
         if entry is None or self._has_ended(entry, number) or entry["after"] not in (None, self._ended_before()):
             return None  # if the call before has a new run, this one may be another one too
@@ -176,11 +179,11 @@ class RunFile:
             reason = f"is of another place, {place}, and does not keep {base_id} any more"
         else:
             try:
-                call.tracker.check(replace(call.config, id=base_id, run_file=None))
+                asked.tracker.check(replace(asked.config, id=base_id, run_file=None))
             except ConfigError as error:
                 reason = f"cannot be read: ConfigError: {error}"
         if reason:
-            logger.warning("%s: run_file=%s %s. This is a new run", call.tracker.name, self._path, reason)
+            logger.warning("%s: run_file=%s %s. This is a new run", asked.tracker.name, self._path, reason)
         return None if reason else entry
 
     def _has_ended(self, entry: dict[str, Any], number: int) -> bool:
@@ -192,7 +195,7 @@ class RunFile:
 
     def _ended_before(self) -> str | None:
         """Return the run of the call before this one, if that has ended; None if it runs, in another thread."""
-        number = self._call.number - 1
+        number = self._number - 1
         is_there = number > 0 and not _lock_of(self._path_of(number)).exists()
         entry = self._entry(number) if is_there else None
         return None if entry is None else str(entry["base_id"])
@@ -215,7 +218,7 @@ class RunFile:
             text = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
             if is_own_file(path):
                 text += f", and when it is open, the file is renamed to {path.name}{_UNREADABLE_SUFFIX}"
-            _warn_once(path, text, self._call.tracker.name, path, type(error).__name__, error)
+            _warn_once(path, text, self._asked.tracker.name, path, type(error).__name__, error)
             return None
 
 

@@ -3,7 +3,8 @@
 In a job, the ranks agree on the step over the job's board (`_job.agreement`). In one process it is a flag. What asks
 for the stop: `request_stop`, SIGTERM, SIGUSR1, the launcher's time limit, and the tracker's service.
 
-All of it starts with the first call of `should_stop()` in a function. A rank that never calls it loads nothing of it.
+All of it starts with the first call of `should_stop()` in a function. A rank without a run that never calls it loads
+nothing of it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
 from flyteplugins_tracking._job.watch import ALONE, WATCH, Duty
-from flyteplugins_tracking._runs import run as runs
-from flyteplugins_tracking._runs.call import Call, here
+from flyteplugins_tracking._runs.calls import here
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.signals import critical_section
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.call import Call
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +84,7 @@ class Stopping:
         _functions += 1
         self._call = call
         self._signalled_at: float | None = None
-        self._grace_s = call.config.finish_timeout_s
+        self._grace_s = call.asked.config.finish_timeout_s
         self._timeout_s = min(ROUND_S, self._grace_s)
         self._time_limit: _TimeLimit | None = None
         self._has_usr1 = False
@@ -88,7 +92,7 @@ class Stopping:
         if call.job is not None and not WATCH.add(call.job, self._ranks, without="only this process is asked to stop"):
             self._ranks = Agreement(ALONE, f"stop/{_functions}", self._on_commit)
         self.counter: CallCounter = self._ranks.counter
-        if call.world.is_real:
+        if call.asked.world.is_real:
             self._watch_signals()
             self._watch_time_limit()
 
@@ -118,18 +122,18 @@ class Stopping:
         if stop.reason == SIGTERM and self._signalled_at is None and self._call.listener is not None:
             self._call.listener.signal_self()
 
-    @property
-    def has_stopped(self) -> bool:
-        """Whether `should_stop()` has returned True."""
-        return self._ranks.stopped_at is not None
-
     # Called by the call
 
     def before_close(self) -> None:
         """Keep with the run what there is to tell of its stop. Called before the run is closed."""
         WATCH.remove(self._ranks, *filter(None, [self._time_limit]))
-        if self._ranks.committed is not None and self._ranks.stopped_at is not None:
-            self._record_stop(self._ranks.committed, self._ranks.stopped_at)
+        run, stop, step = self._call.run, self._ranks.committed, self._ranks.stopped_at
+        if run is not None and step is not None:
+            run.was_stopped |= run is self._call.own_run
+            if stop is not None and run.plan.primary:
+                text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
+                logger.info("%s: %s", run.asked.tracker.name, text)
+                run.record("stop", {"stop/reason": stop.reason, "stop/step": step}, text)
         if self._call.listener is not None:
             self._call.listener.postpone(None)  # the function has ended, and with it what the signal waits for
 
@@ -141,20 +145,12 @@ class Stopping:
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
-    def _record_stop(self, stop: Stop, step: int) -> None:
-        run = self._call.run
-        if run is None or not run.plan.primary:
-            return
-        text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
-        logger.info("%s: %s", run.tracker.name, text)
-        run.record("stop", {"stop/reason": stop.reason, "stop/step": step}, text)
-
     # What asks for the stop
 
     def _watch_signals(self) -> None:
         call = self._call
-        if call.listener is None and call.run is None and runs.SIGTERM.start(None, call.config.finish_timeout_s):
-            call.listener = runs.SIGTERM  # which `_close` stops
+        if call.listener is None and call.run is None:
+            call.listen_for_sigterm(self._grace_s, None)
         if call.listener is not None:
             call.listener.postpone(self)
         is_main = threading.current_thread() is threading.main_thread()
@@ -168,10 +164,11 @@ class Stopping:
 
     def _watch_time_limit(self) -> None:
         """On one rank, which is enough."""
-        before_s, info = self._call.config.stop_before_s, self._call.info
+        before_s, info = self._call.asked.config.stop_before_s, self._call.who.info
         if before_s is None or (info is not None and info.rank != 0):
             return
-        ends_at = _time_limit(self._call.timeout_s)
+        asked = self._call.asked
+        ends_at = _time_limit(asked.task.timeout_s if asked.context.on_cluster else None)
         if ends_at is None:
             text = "stop_before_s=%g is ignored: the launcher names no time limit. Slurm does since 23.02; "
             logger.warning(text + "before, export SLURM_JOB_END_TIME in the batch script", before_s)

@@ -20,8 +20,7 @@ from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import Task
-from flyteplugins_tracking._runs.request import may_prompt
-from flyteplugins_tracking._runs.run import require
+from flyteplugins_tracking._runs.opening import may_prompt, require
 from flyteplugins_tracking._util.checks import check_arguments, check_text, check_texts, is_given
 from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.proc import variables

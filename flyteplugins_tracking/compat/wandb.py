@@ -26,7 +26,7 @@ from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig, track
 from flyteplugins_tracking._rank import topology
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.call import get_run
+from flyteplugins_tracking._runs.calls import get_run
 from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._sweeps.sweep import SweepLink, get_sweep_id, tracking_sweep, tracking_sweep_config
 from flyteplugins_tracking._util.checks import check_flag, check_run_id

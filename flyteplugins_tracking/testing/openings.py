@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from flyteplugins_tracking._runs.call import get_run, here, state
+from flyteplugins_tracking._runs.calls import get_run, here, state
 from flyteplugins_tracking._util.modules import replace_function, when_loaded
 from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking.errors import ConfigError
@@ -36,7 +36,7 @@ def _record(tracker: str, name: str, undo: contextlib.ExitStack) -> None:
     @functools.wraps(original)
     def opened(*args: Any, **kwargs: Any) -> Any:
         call = here()
-        if all(running.world.is_real for running in (state.calls if call is None else [call])):
+        if all(running.asked.world.is_real for running in (state.calls if call is None else [call])):
             return original(*args, **kwargs)
         given, run = signature.bind(*args, **kwargs).arguments, get_run(tracker)
         if not isinstance(run, Run) or given.get("nested"):

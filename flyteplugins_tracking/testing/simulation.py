@@ -23,16 +23,15 @@ from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import override_distributed_info
-from flyteplugins_tracking._runs.call import World, current, exit_code_of, override
-from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._runs.calls import current
+from flyteplugins_tracking._runs.context import Asked, ExecutionContext, World, override
+from flyteplugins_tracking._runs.exit_codes import exit_code_of
 from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.testing.openings import recorded_openings
 from flyteplugins_tracking.testing.recorder import RecordedRuns, RecordingTracker, Store
-from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.config import TrackingConfig
 
 T = TypeVar("T")
 
@@ -204,15 +203,14 @@ class _SimulatedWorld(World):
         self.has_tracked = False
         self.own_context = ExecutionContext(base_id=_RECORDED, call_counts=Counter())
 
-    def config(self, config: TrackingConfig) -> TrackingConfig:
-        return replace(config, run_file=None, hang_timeout_s=None, pulse_s=None)
-
-    def tracker(self, tracker: Tracker) -> Tracker:
-        return RecordingTracker(tracker, self.store)
-
-    def context(self, context: ExecutionContext) -> ExecutionContext:
+    def adapted(self, asked: Asked) -> Asked:
         self.has_tracked = True
-        return replace(self.own_context, success_exceptions=context.success_exceptions)
+        return replace(
+            asked,
+            config=replace(asked.config, run_file=None, hang_timeout_s=None, pulse_s=None),
+            tracker=RecordingTracker(asked.tracker, self.store),
+            context=replace(self.own_context, success_exceptions=asked.context.success_exceptions),
+        )
 
     def run(self, call: Callable[[], Any], info: DistributedInfo, is_distributed: bool) -> RankResult:
         """Call a function as one rank, which would be a process of its own in a job."""

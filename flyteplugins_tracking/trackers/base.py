@@ -6,12 +6,11 @@ found by its name: see `registry`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import Page, RunPlan, leader_of, primary_rank_of
+from flyteplugins_tracking._rank.plan import Page, RunPlan, primary_rank_of
 from flyteplugins_tracking._util.record import Record
 from flyteplugins_tracking.trackers.config import TrackingConfig, own_values
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
@@ -110,18 +109,9 @@ class RunRequest(Record):
         return f"{'local rank' if self.config.rank_scope == 'worker' else 'rank'} {self.primary_rank}"
 
     @property
-    def node_leader(self) -> int | None:
-        """The local rank that leads on this node: the primary, or 0 if the primary is elsewhere. None if unknown."""
-        if self.info is None or self.info.local_rank is None:
-            return None
-        if self.config.run_mode == "new":
-            return 0
-        return leader_of(self.info, self.config.rank_scope, self.primary_rank, os.environ)
-
-    @property
     def leads_node(self) -> bool:
         """Whether this rank does what one rank of its node does. True if the ranks of the node are unknown."""
-        return self.info is None or self.node_leader == self.info.local_rank
+        return self.config.run_mode == "auto" or self.info is None or self.info.local_rank in (0, None)
 
     @property
     def measures_node(self) -> bool:

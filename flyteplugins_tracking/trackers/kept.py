@@ -362,7 +362,7 @@ def open_or_keep(
     if not client.degrades(request, unavailable):
         raise unavailable
     kept = KeptHandle(request, tracker)
-    if request.plan.primary or (request.node_leader is not None and request.leads_node):
+    if request.plan.primary or (request.info is not None and request.info.local_rank == 0):
         logger.warning(
             "%s This run is logged to files in %s.%s %s when %s answers: %s",
             unavailable.reason,

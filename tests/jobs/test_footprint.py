@@ -24,7 +24,8 @@ NEVER_LOADED = [
     f"flyteplugins_tracking.{name}"
     for name in (
         "_runs.run",
-        "_runs.request",
+        "_runs.opening",
+        "_runs.identity",
         "_job.identity",
         "_util.lock",
         "_runs.sigterm",

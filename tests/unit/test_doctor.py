@@ -29,7 +29,7 @@ from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking import __main__ as commands
 from flyteplugins_tracking._commands import doctor
 from flyteplugins_tracking._rank import launchers
-from flyteplugins_tracking._runs.run import require
+from flyteplugins_tracking._runs.opening import require
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import registry
@@ -594,7 +594,7 @@ def test_the_doctor_and_the_first_run_warn_of_known_faults(ask, monkeypatch, tmp
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: wandb\nVersion: {installed}\n")
     monkeypatch.syspath_prepend(info.parent)
-    monkeypatch.setattr("flyteplugins_tracking._runs.run._warn_once", WarnOnce(logging.getLogger("first run")))
+    monkeypatch.setattr("flyteplugins_tracking._runs.opening._warn_once", WarnOnce(logging.getLogger("first run")))
     shown = diagnostics(ask("--json", "--offline", WANDB_API_KEY=KEY)[1], "warning")
     for _ in range(2):
         require(find_tracker("wandb"))

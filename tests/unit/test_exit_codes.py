@@ -9,7 +9,7 @@ import pytest
 import rich_click
 import typer
 
-from flyteplugins_tracking._runs.call import exit_code_of
+from flyteplugins_tracking._runs.exit_codes import exit_code_of
 
 
 class OwnUsageError(click.UsageError):

@@ -8,8 +8,14 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo, IdentityError
 from flyteplugins_tracking._job import board
-from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, readable
+from flyteplugins_tracking._job.identity import Identity, from_launcher, readable
 from flyteplugins_tracking._job.starts import _lasting
+from flyteplugins_tracking._rank.topology import Detection
+from flyteplugins_tracking._runs.context import Asked, ProcessContext, Task, World
+from flyteplugins_tracking._runs.identity import identity_of
+from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 # Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
 NAMELESS = ("env", "mpich", "horovod", "kubeflow", "env_rank", "process_group", "jax")
@@ -84,10 +90,6 @@ def test_a_primary_alone_does_not_wait_for_rank_0_which_has_no_run(monkeypatch):
     assert from_launcher(info, {}, agreement=False) == first  # of the second call in this process
 
 
-def test_one_process_leaves_the_id_to_the_tracker():
-    assert from_launcher(None, {}, agreement=False) == Identity(None)
-
-
 def test_a_store_that_does_not_answer_is_an_identity_error(monkeypatch):
     pytest.importorskip("torch", reason='torch is not installed: pip install "flyteplugins-tracking[torch]"')
     monkeypatch.setattr(board.agents_store, "__defaults__", (board.timedelta(milliseconds=100),))
@@ -99,11 +101,22 @@ def test_a_store_that_does_not_answer_is_an_identity_error(monkeypatch):
         from_launcher(info, {**env, "MASTER_PORT": "x"}, agreement=True)
 
 
-def test_the_first_variable_of_the_tracker_that_is_set_gives_the_id():
-    names = ("PLUTO_RUN_ID", "MLOP_RUN_ID")
-    assert from_variables({"MLOP_RUN_ID": "b"}, names) == Identity("b")
-    assert from_variables({"MLOP_RUN_ID": "b", "PLUTO_RUN_ID": "a"}, names) == Identity("a")
-    assert from_variables({"PLUTO_RUN_ID": ""}, names) is None
+@pytest.mark.parametrize(
+    ("variables", "base_id"),
+    [
+        ({"MLOP_RUN_ID": "b"}, "b"),
+        ({"MLOP_RUN_ID": "b", "PLUTO_RUN_ID": "a"}, "a"),
+        ({"MLOP_RUN_ID": "b", "PLUTO_RUN_ID": " "}, "b"),
+        ({"PLUTO_RUN_ID": ""}, None),  # the tracker makes one
+    ],
+)
+def test_the_first_variable_of_the_tracker_that_is_set_gives_the_id(bare_environment, monkeypatch, variables, base_id):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    asked = Asked(TrackingConfig(tracker="pluto"), find_tracker("pluto"), ProcessContext(), Task(), World())
+    assert identity_of(asked, Detection(), 1, None) == Identity(base_id)
+    with_id = replace(asked, config=replace(asked.config, id="c"))
+    assert identity_of(with_id, Detection(), 1, None) == Identity("c")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -158,6 +159,14 @@ def test_a_room_imports_only_the_rooms_below_it():
         path: {module.partition(".")[0] for module in imports_of(path)} - allowed_in(room_of(path)) for path in MODULES
     }
     assert {path: rooms for path, rooms in wrong.items() if rooms} == {}
+
+
+def test_the_modules_of_a_call_do_not_import_each_other_in_a_circle():
+    """Also inside of functions: there is an order in which they can be read."""
+    paths = (PACKAGE / "_runs").glob("*.py")
+    imports = {path.stem: {name.split(".")[1] for name in imports_of(path) if "_runs." in name} for path in paths}
+    order = list(TopologicalSorter(imports).static_order())  # raises a CycleError that names the circle
+    assert order[-2:] == ["opening", "call"]
 
 
 @pytest.mark.parametrize("service", SERVICES)

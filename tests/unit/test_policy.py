@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyteplugins_tracking import ConfigError, DistributedInfo, RunPlan, TopologyError, plan
-from flyteplugins_tracking._rank.plan import leader_of, needs_shared_id
+from flyteplugins_tracking._rank.plan import needs_shared_id
 
 INFO = DistributedInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, worker_index=1, num_workers=2)
 FIRST = DistributedInfo(rank=4, world_size=8, local_rank=0, local_world_size=4, worker_index=1, num_workers=2)
@@ -173,28 +173,6 @@ def test_every_run_has_one_primary(sizes, run_mode, rank_scope, data):
     assert [p.primary for p in plans if p.first] == [True]
     before = [plan(info, run_mode, rank_scope, "b") for info in ranks]
     assert {(p.run_id, p.group) for p in plans if p.opens} == {(p.run_id, p.group) for p in before if p.opens}
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), SCOPES, st.data())
-def test_one_rank_leads_on_each_worker_and_it_is_the_primary_where_that_is(sizes, rank_scope, data):
-    size = sum(sizes) if rank_scope == "global" else min(sizes)
-    primary = data.draw(st.integers(0, size - 1))
-    for info in world(sizes):
-        leader = leader_of(info, rank_scope, primary, {})
-        is_primary = plan(info, "shared", rank_scope, "b", primary_rank=primary).primary
-        on_this_worker = range(info.rank - info.local_rank, info.rank - info.local_rank + info.local_world_size)
-        if rank_scope == "worker" or primary in on_this_worker:
-            assert (info.local_rank == leader) is is_primary
-        else:
-            assert leader == 0
-
-
-def test_slurm_lists_the_ranks_of_a_node_that_are_not_consecutive():
-    """As `srun --distribution=cyclic` places them: ranks 0 and 2, and ranks 1 and 3."""
-    for rank, local_rank, worker, listed in ((0, 0, 0, "0,2"), (2, 1, 0, "0,2"), (1, 0, 1, "1,3"), (3, 1, 1, "1,3")):
-        info = DistributedInfo(rank, 4, local_rank, 2, worker, 2, launcher="slurm")
-        assert leader_of(info, "global", 2, {"SLURM_GTIDS": listed}) == (1 if worker == 0 else 0)
-        assert leader_of(info, "global", 3, {"SLURM_GTIDS": listed}) == (1 if worker == 1 else 0)
 
 
 @given(WORLDS)

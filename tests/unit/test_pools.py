@@ -15,7 +15,7 @@ from flyteplugins_tracking import DistributedInfo, get_distributed_info
 from flyteplugins_tracking._rank import children, pools, topology
 from flyteplugins_tracking._rank.pools import POOLS, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
-from flyteplugins_tracking._runs.call import state
+from flyteplugins_tracking._runs.calls import state
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import TopologyError
 

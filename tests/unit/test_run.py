@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
-from flyteplugins_tracking._runs.call import World, current, override, state
-from flyteplugins_tracking._runs.context import ProcessContext
+from flyteplugins_tracking._runs.calls import current, state
+from flyteplugins_tracking._runs.context import ProcessContext, World, override
 from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 ID = "a-run"
@@ -99,7 +101,7 @@ def nothing_is_open() -> bool:
 
 def world_of(platform: Platform) -> World:
     world = World()
-    world.context = lambda _: platform
+    world.adapted = lambda asked: replace(asked, context=platform)
     return world
 
 
@@ -160,6 +162,26 @@ def test_a_run_that_cannot_be_propagated_is_closed_as_failed(steps):
     assert steps[:4] == ["open", "await writers 1", "event failure", "finish 1"]
     assert "function" not in steps
     assert nothing_is_open()
+
+
+@pytest.mark.parametrize("step", ["propagate no more", "await writers", "event", "finish"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_end_goes_on_whatever_a_step_raises(bare_environment, step, error, ends):
+    """The run is asked to end, if the step before has not been interrupted; and nothing stays open in any case."""
+
+    class Raising(Steps):
+        def append(self, done: str) -> None:
+            super().append(done)
+            if done.startswith(step):
+                raise error(f"of {step}")
+
+    raising = Raising()
+    with override(world_of(Platform(steps=raising))), contextlib.suppress(ZeroDivisionError, error):
+        tracking_init(tracker=Service(raising), id=ID)(lambda: None if ends else 1 / 0)()
+    assert nothing_is_open()
+    is_cut_short = error is not ValueError and raising[-1].startswith(("await writers", "event"))
+    assert sum(done.startswith("finish") for done in raising) == (0 if is_cut_short else 1)
 
 
 def test_the_last_call_of_a_run_closes_it_with_the_status_of_its_opener(steps, caplog):

@@ -23,13 +23,14 @@ import pytest
 from support.waiting import wait_until
 
 import flyteplugins_tracking
-from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking._runs.call import current
-from flyteplugins_tracking._runs.call import state as state_of_calls
+from flyteplugins_tracking import DistributedInfo, get_run, override_distributed_info, tracking_init
+from flyteplugins_tracking._runs.call import Call
+from flyteplugins_tracking._runs.calls import current
+from flyteplugins_tracking._runs.calls import state as state_of_calls
 from flyteplugins_tracking._runs.run import SIGTERM, end_open_runs
 from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.signals import WakeupFd
+from flyteplugins_tracking._util.signals import WakeupFd, _patience_s
 from flyteplugins_tracking.testing import RecordingTracker
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
@@ -177,6 +178,32 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
         assert raised.code == 143, point
     assert point > 200
     assert statuses == {0, 143}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_signal_while_the_others_are_told_why_this_rank_fails_leaves_the_run_with_the_failure(monkeypatch, answers):
+    """The notice waits for a host that is gone. The main thread answers meanwhile, or sits in a C call."""
+
+    def tell(*_: object) -> None:
+        if not answers:
+            end_open_runs(60.0)  # as the thread does
+        send()
+        goes_on()
+
+    tracker = EndsRecorder()
+
+    @tracking_init(tracker=tracker, project=PROJECT, id="fails", run_mode="shared")
+    def train() -> None:
+        raise ValueError("the cause")
+
+    monkeypatch.setattr("flyteplugins_tracking._job.failures.announce_failure", tell)
+    monkeypatch.setitem(_patience_s, Call.__exit__.__code__, 0.1)
+    before, rank = state(), DistributedInfo(rank=0, world_size=2, local_rank=0, worker_index=0, num_workers=1)
+    with override_distributed_info(rank), pytest.raises(SystemExit) as raised:
+        train()
+    assert raised.value.code == 143
+    assert tracker.runs[0].exit_codes == ([1] if answers else [1, 1])
+    assert state() == before
 
 
 def goes_on(until: Callable[[], object] = bool, seconds: float = 60) -> None:

@@ -37,7 +37,8 @@ from flyteplugins_tracking import (
 )
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking._runs.call import state, worlds
+from flyteplugins_tracking._runs.calls import state
+from flyteplugins_tracking._runs.context import worlds
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.trackers.config import TrackingConfig

@@ -17,9 +17,9 @@ from support.backends import EXAMPLES
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.call import World, override
-from flyteplugins_tracking._runs.context import ProcessContext
+from flyteplugins_tracking._runs.context import ProcessContext, World, override
 from flyteplugins_tracking._runs.run import end_open_runs
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -200,7 +200,7 @@ def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_tracker_accepts_arguments_propagated_to_all(bare_environment, monkeypatch, name):
     monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
-    monkeypatch.setattr("flyteplugins_tracking._runs.run.require", lambda _: None)
+    monkeypatch.setattr("flyteplugins_tracking._runs.opening.require", lambda _: None)
 
     @tracking_init(tracker=name, id="i")
     def train():
@@ -270,7 +270,7 @@ def test_a_task_opens_the_callers_run_again_once_this_process_has_closed_it(bare
     second = threading.Thread(target=train, args=("second",))
     closing_time = threading.Thread(target=lambda: start_second_while_the_first_closes(tracker.handle))
     world = World()
-    world.context = lambda _: context
+    world.adapted = lambda asked: replace(asked, context=context)
     with override(world):
         train("first")
         for thread in (closing_time, second):
@@ -347,7 +347,7 @@ def platform(bare_environment):
     """What the platform of the functions that a test calls has noted."""
     Platform.noted.clear()
     world = World()
-    world.context = lambda _: Platform()
+    world.adapted = lambda asked: replace(asked, context=Platform())
     with override(world):
         yield Platform.noted
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
+from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_flag, check_no_password, check_text
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
@@ -91,8 +91,8 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.mlflow import vendor
 
         # On another node, the file may be another one, to which nobody writes.
-        primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
-        if info is not None and has_primary(info, config.rank_scope, primary, os.environ):
+        is_of_node = config.rank_scope == "worker" or (info is not None and info.num_workers == 1)
+        if info is not None and (is_of_node or config.primary_rank == info.worker_index == 0):
             vendor.await_first_run(config.options, config.init_timeout_s)
         return vendor.without_autologging()
 
