@@ -62,52 +62,39 @@ def joined(thread: threading.Thread) -> None:
     assert not thread.is_alive()
 
 
-def test_an_open_run_lets_rows_and_calls_pass():
+def test_rows_pass_until_the_run_ends_and_each_end_sends_those_that_are_kept():
     run = Run()
     run.log(1)
     assert run.gate.call(lambda: "result") == "result"
     with pytest.raises(ZeroDivisionError):
         run.gate.call(lambda: 1 / 0)
-    run.log(2)
-    assert (run.gate.state, run.events) == ("open", [1, 2])
-
-
-def test_what_is_logged_after_the_end_is_kept_and_the_run_stays_ended():
-    run = Run()
-    run.gate.end(run.finish)
-    run.log(1)
-    assert run.gate.call(lambda: "result", lambda: "instead") == "instead"
-    assert run.gate.call(lambda: "result") is None
-    assert (run.gate.state, run.events, run.kept) == ("ended", ["end"], [1])
-
-
-def test_a_run_ends_once_and_what_is_kept_is_sent_by_each_end():
-    run = Run()
-    run.end()
-    run.log(1)
-    run.end()
-    run.log(2)
-    run.end(is_last=True)
-    assert (run.gate.state, run.events) == ("finished", ["end", [], [1], [1, 2]])
-
-
-def test_rows_are_kept_while_the_run_ends():
-    run = Run()
     ending = run.ending()
-    assert run.gate.state == "ending"
-    run.log(1)
-    assert (run.events, run.kept) == ([], [1])
+    run.log(2)
+    assert (run.events, run.kept) == ([1], [2])
     run.may_end.set()
     joined(ending)
-    assert (run.events, run.gate.state) == (["end"], "ended")
+    assert run.gate.call(lambda: "result", lambda: "instead") == "instead"
+    run.log(3)
+    run.end()
+    run.log(4)
+    run.end(is_last=True)
+    assert (run.gate.state, run.events) == ("finished", [1, "end", [2, 3], [2, 3, 4]])
+    assert run.gate.call(lambda: "result") is None
+
+
+def gone() -> None:
+    raise GoneError
 
 
 @pytest.mark.parametrize(("is_last", "state"), [(False, "ended"), (True, "finished")])
-def test_an_error_of_the_end_leaves_the_run_ended_and_what_is_kept_is_sent(is_last, state):
+def test_an_error_and_a_death_at_the_end_leave_the_run_ended_and_what_is_kept_is_sent(is_last, state):
     run = Run()
     with pytest.raises(ZeroDivisionError):
         run.gate.end(lambda: 1 / 0, lambda: run.events.append("sent"), is_last=is_last)
     assert (run.gate.state, run.events, run.gate.is_ender) == (state, ["sent"], False)
+    run = Run()
+    run.gate.end(gone, lambda: run.events.append("sent"), is_last=is_last)
+    assert (run.gate.state, run.events) == (state, ["died", "sent"])
 
 
 def test_a_slow_call_of_one_thread_does_not_hold_up_another():
@@ -229,15 +216,13 @@ def test_a_forked_child_is_refused_and_takes_no_lock(caplog):
     assert run.events == [1]
 
 
-def test_a_death_in_a_call_ends_the_run_and_the_row_is_kept():
+def test_a_death_in_a_call_ends_the_run_without_its_service_and_the_row_is_kept():
     run = Run()
-
-    def call() -> None:
-        raise GoneError
-
-    run.gate.call(call, lambda: run.kept.append("row"))
+    run.gate.call(gone, lambda: run.kept.append("row"))
     run.log("next")
     assert (run.gate.state, run.events, run.kept) == ("ended", ["died"], ["row", "next"])
+    run.end(is_last=True)
+    assert run.events == ["died", ["row", "next"]]
 
 
 def test_a_death_that_two_threads_see_counts_once():
@@ -251,25 +236,3 @@ def test_a_death_that_two_threads_see_counts_once():
     for thread in threads:
         joined(thread)
     assert (run.events, run.kept) == (["died"], ["row", "row"])
-
-
-@pytest.mark.parametrize(("is_last", "state"), [(False, "ended"), (True, "finished")])
-def test_a_death_at_the_end_ends_the_run_and_what_is_kept_is_sent(is_last, state):
-    run = Run()
-
-    def finish() -> None:
-        raise GoneError
-
-    run.gate.end(finish, lambda: run.events.append("sent"), is_last=is_last)
-    assert (run.gate.state, run.events) == (state, ["died", "sent"])
-
-
-def test_a_run_whose_service_has_died_is_not_ended_in_it():
-    run = Run()
-    run.gate.mark_dead(GoneError())
-    run.end(is_last=True)
-    assert run.events == ["died", []]
-
-
-def test_the_gate_shows_its_run_and_state():
-    assert repr(Run().gate) == "Gate(A service: run run-1 is open)"

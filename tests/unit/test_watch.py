@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from support.stores import SharedStore
+from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import watch
@@ -51,24 +50,6 @@ class Noted(Duty):
 
     def names(self) -> list[str]:
         return [what for what, _ in self.done]
-
-
-class Files(Duty):
-    """Reads a file."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.read: list[bytes] = []
-
-    def look(self) -> None:
-        self.read.append(os.read(self.descriptor or 0, 100))
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -114,17 +95,6 @@ def test_a_duty_is_looked_at_when_it_is_due_and_when_somebody_wakes_the_thread(o
     own.remove(often, seldom)
 
 
-def test_a_file_wakes_the_thread(own):
-    reader, writer = os.pipe()
-    duty = Files(reader)
-    own.add(INFO, duty, without="")
-    os.write(writer, b"one")
-    wait_until(lambda: duty.read == [b"one"])
-    own.remove(duty)
-    os.close(reader)
-    os.close(writer)
-
-
 def test_it_moves_to_the_store_of_a_process_group_and_back_when_that_ends(own, group):
     duty, alone = Noted(wait_s=0.01), Noted(topic="", wait_s=0.01)
     own.add(INFO, duty, alone, without="")
@@ -140,23 +110,16 @@ def test_it_moves_to_the_store_of_a_process_group_and_back_when_that_ends(own, g
     assert duty.names()[-1] == "returned"
 
 
-def test_a_board_that_has_gone_ends_the_looks_of_those_who_need_it(own):
+@pytest.mark.parametrize("error", [RuntimeError("the store has gone"), ValueError("a damaged text")])
+def test_an_error_of_a_duty_ends_no_other_and_without_its_board_it_looks_no_more(own, error):
     duty, other = Noted(wait_s=0.01), Noted(topic="", wait_s=0.01)
-    duty.error = RuntimeError("the store has gone")
+    duty.error = error
     own.add(INFO, duty, other, without="")
-    wait_until(lambda: len(other.done) > 3)
+    wait_until(lambda: len(other.done) > 3 and (len(duty.done) > 3 or isinstance(error, RuntimeError)))
     own.remove(duty, other)
-    assert duty.names() == ["begin", "returned"]
-
-
-def test_a_text_that_cannot_be_read_ends_nothing(own):
-    duty = Noted(wait_s=0.01)
-    duty.error = ValueError("a damaged text")
-    own.add(INFO, duty, without="")
-    wait_until(lambda: len(duty.done) > 3)
-    own.remove(duty)
-    assert own.add(INFO, duty, without="")
-    own.remove(duty)
+    assert isinstance(error, ValueError) or duty.names() == ["begin", "returned"]
+    assert own.add(INFO, other, without="")
+    own.remove(other)
 
 
 def test_a_board_that_cannot_be_reached_is_warned_of(own, monkeypatch, caplog):
