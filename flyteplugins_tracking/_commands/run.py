@@ -112,8 +112,11 @@ def _script(path: str) -> Callable[[], object]:
     if not _is_safe():
         sys.path[0] = "" if path == "-" else os.path.dirname(os.path.realpath(path))
     try:
-        with sys.stdin.buffer if path == "-" else io.open_code(file) as stream:
-            source = stream.read()
+        if path == "-":
+            source = sys.stdin.buffer.read()  # it stays open: a client asks whether it is a terminal
+        else:
+            with io.open_code(file) as stream:
+                source = stream.read()
     except OSError as error:
         sys.stderr.write(f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}\n")
         sys.exit(2)

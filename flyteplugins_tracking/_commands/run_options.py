@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import re
 from typing import Any, get_args
 
@@ -29,6 +30,8 @@ def parsed(arguments: list[str]) -> tuple[tracking_run, bool, list[str]]:
     is_module, words = given.pop("is_module"), given.pop("words")
     if words[:1] == ["--"]:
         del words[0]
+    if words[1:2] == ["--"] and "TORCHELASTIC_RUN_ID" in os.environ:
+        del words[1]  # as torchrun does behind the name of its script
     if not words:
         parser.error("the following arguments are required: SCRIPT")
     for name in given.keys() & {"config", "option"}:

@@ -133,6 +133,31 @@ def test_a_pipe_can_be_the_script(tmp_path, path):
     assert outcome(tmp_path, *UNDER, path, "a", text=text) == (0, f"here __main__ {[path, 'a']}\n", "")
 
 
+def test_the_clients_question_for_a_terminal_finds_the_standard_input_open(tmp_path):
+    """The script came through the standard input, and the client asks whether somebody can type a key there."""
+    variables = {"WANDB_MODE": "offline", "PYTHONPATH": ROOT}
+    done = subprocess.run(
+        [sys.executable, *UNDER, "--project", "p", "-"],
+        cwd=tmp_path,
+        env=jobs.environment(tmp_path, **variables),
+        input="import sys, wandb; wandb.log({'x': 1}); print('HERE', repr(sys.stdin.read()))",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, "HERE ''" in done.stdout) == (0, True), done
+
+
+def test_two_dashes_behind_the_script_are_dropped_under_torchrun_as_torchrun_does(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv)")
+    words = ("script.py", "--", "--x", "--", "1")
+    assert as_python(tmp_path, *words) == "['script.py', '--', '--x', '--', '1']\n"
+    code, printed, told = outcome(
+        tmp_path, *UNDER, *words, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="r"
+    )
+    assert (code, printed) == (0, "['script.py', '--x', '--', '1']\n"), told
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "end",

@@ -48,7 +48,9 @@ def test_an_inner_init_describes_the_run_and_returns_one_without_effect_on_other
         {"is_own": False, "is_again": False, "is_off": True, "lr": 0.2},
     ]
     assert done.output.count("Without effect: project='elsewhere', id='other', group='g', job_type='j'.") == 1
-    assert done.output.count("rank 1 has no run, so wandb.init() returns one that does nothing") == 1
+    assert (
+        done.output.count("rank 1 logs to a run that does nothing, and what it logs is lost: rank 0 has the run") == 1
+    )
     assert len(list((tmp_path / "wandb").glob("run-*"))) == 3  # no call has made a directory for another run
 
 

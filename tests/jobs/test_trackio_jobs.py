@@ -200,7 +200,7 @@ def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
     kept = [row["number"] for _, row in rows(tmp_path)]
     assert kept == list(range(len(kept)))
     assert len(kept) >= stored_before  # a row that has reached the files stays there
-    assert status_of(tmp_path) == "running"
+    assert (status_of(tmp_path), config(tmp_path)["late"]) == ("running", 1)
 
 
 def assert_each_once(directory: Path, logged: list[int]) -> str:
@@ -314,7 +314,7 @@ def test_a_server_gets_all_rows_and_those_it_misses_are_kept(tmp_path):
         process = start(tmp_path / "job", "tries_tokens", url, TOKEN)
         wait_for_file(tmp_path / "job" / "opened", process)
         wait_until(lambda: row_count(tmp_path) == 100, process)
-        assert status_of(tmp_path) == "running"
+        assert (status_of(tmp_path), config(tmp_path)["late"]) == ("running", 1)
     (tmp_path / "job" / "gone").touch()
     done = jobs.finish(process, tmp_path / "job")
     assert done.returncode == 0, done.output

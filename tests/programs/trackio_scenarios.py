@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import trackio
+
 from flyteplugins_tracking import TrackerUnavailableError, get_run, tracking_init
 
 ARGUMENTS = sys.argv[2:]
@@ -34,6 +36,7 @@ def log(count: int) -> None:
 def logs_until_killed() -> None:
     """Logs a row each 10 ms. Notes each number that `log` has returned for in the file `logged`."""
     number = 0
+    trackio.config["late"] = 1
     with open("logged", "a", buffering=1) as logged:
         while True:
             get_run().log({"number": number})
@@ -103,6 +106,7 @@ def tries_tokens() -> None:
         def train() -> None:
             run = get_run()
             print("URL", run.tracking.url)
+            trackio.config["late"] = 1
             for number in range(100):
                 run.log({"a": number, "nan": float("nan")})
             Path("opened").touch()

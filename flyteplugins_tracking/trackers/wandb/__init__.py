@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import Page
+from flyteplugins_tracking._rank.plan import Page, primary_rank_of
 from flyteplugins_tracking._util.checks import check_choice, check_no_password
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import loaded, when_loaded
@@ -65,10 +65,13 @@ _CHOICES = {
 
 
 class _Inactive(PerProcess):
-    """The ranks without a run whose functions run in this process."""
+    """The ranks without a run whose functions run in this process, each with who has it.
+
+    It is (7, "rank 0") for rank 7; (0, "") where tracking is switched off.
+    """
 
     def __init__(self) -> None:
-        self.ranks: list[int] = []
+        self.ranks: list[tuple[int, str]] = []
 
 
 inactive = register(_Inactive())
@@ -146,14 +149,17 @@ class WandbTracker(Tracker):
 
         return passed_on(run)
 
-    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:  # noqa: ARG002
-        rank = 0 if info is None else info.rank
-        inactive.ranks.append(rank)
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:
+        rank, owner = 0, ""
+        if info is not None:
+            primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
+            rank, owner = info.rank, f"{'local ' * (config.rank_scope == 'worker')}rank {primary}"
+        inactive.ranks.append((rank, owner))
         forget = when_loaded("wandb", lambda: _inner().join_calls())
 
         def undo() -> None:
             forget()
-            inactive.ranks.remove(rank)
+            inactive.ranks.remove((rank, owner))
             if not inactive.ranks and loaded("wandb") is not None:
                 _inner().remove_without_effect()
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import client
-from flyteplugins_tracking.trackers.config import is_disabled
 from flyteplugins_tracking.trackers.wandb import forced_run_id, inactive, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
@@ -114,14 +113,23 @@ def _asks_for_another(given: Mapping[str, Any]) -> bool:
 
 
 def _without_effect(given: Mapping[str, Any]) -> Any:
-    rank = inactive.ranks[-1]
-    if rank < 2 and not is_disabled():  # one or two of the job's ranks say so
+    """Return a run that does nothing. Its first row is told: it is lost, and perhaps this is the rank that logs."""
+    run, (rank, owner) = vendor.init(**{**given, "mode": "disabled"}), inactive.ranks[-1]
+    log = run.log
+
+    def tell(*arguments: Any, **options: Any) -> Any:
         text = (
-            "W&B: rank %d has no run, so wandb.init() returns one that does nothing, as on all ranks without a run. "
-            "For a run of each rank, pass run_mode='new' to tracking_init, or reinit='create_new' to wandb.init"
+            "W&B: rank %d logs to a run that does nothing, and what it logs is lost: %s has the run. To log from this "
+            "rank, pass primary_rank=%d to tracking_init (--primary-rank of the command); for a run of each rank, "
+            "run_mode='new', or reinit='create_new' to wandb.init"
         )
-        _warn_once("rank", text, rank)
-    return vendor.init(**{**given, "mode": "disabled"})
+        _warn_once("rank", text, rank, owner, rank)
+        return log(*arguments, **options)
+
+    if owner:
+        run.log = tell
+        vendor.set_global_run(run)
+    return run
 
 
 def remove_without_effect() -> None:
