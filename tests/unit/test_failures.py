@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from urllib.parse import quote
@@ -14,7 +11,7 @@ import pytest
 from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
-from flyteplugins_tracking._job import failures, siblings, watch
+from flyteplugins_tracking._job import failures
 from flyteplugins_tracking._job.board import Board, from_text, to_text
 from flyteplugins_tracking._job.failure import Failure, is_secondary
 from flyteplugins_tracking._job.failures import FailureReader, announce_failure, withdraw_failure
@@ -114,34 +111,6 @@ def test_an_echo_alone_is_the_cause_unless_this_rank_is_terminated_and_alone_has
     assert read(own) == "none"  # preempted: the others were too
     fail(2, cut_off())
     assert read(own) == "0 RuntimeError 1"  # a scheduler cuts nobody off
-
-
-class EndingStore(SharedStore):
-    """A store that ends when it is told to, as that of a node whose agent ends."""
-
-    has_ended = False
-
-    def add(self, key: str, amount: int) -> int:
-        if self.has_ended:
-            raise RuntimeError("Connection was likely closed")
-        return super().add(key, amount)
-
-
-def test_a_notice_from_another_node_is_known_though_the_store_ends_with_that_node(monkeypatch):
-    store = EndingStore()
-    for module in (failures, watch):
-        monkeypatch.setattr(module, "job_board", lambda info, env, topic, *_: Board(store, topic))
-    monkeypatch.setattr(failures, "is_torch_loaded", lambda: True)
-    info = [DistributedInfo(rank, 4, rank % 2, 2, rank // 2, 2, launcher="torchelastic") for rank in range(4)]
-    reader = FailureReader(info[0], is_alone=False, is_own_run=False)
-    error = raised(ValueError("made to fail"))
-    announce_failure(error, Failure.of_error(error, 3, 1), info[3])  # returns when the other node has read it
-    store.has_ended = True
-    own = Failure.of_error(cut_off(), 0, 1)
-    verdict, _ = reader.verdict(own, None)
-    reader.stop()
-    assert verdict is not None
-    assert (verdict.cause.rank, verdict.cause.type, verdict.others) == (3, "ValueError", 1)
 
 
 def test_what_lost_a_peer_is_an_echo_and_what_only_sounds_so_is_not():
@@ -301,29 +270,6 @@ def test_the_exit_of_another_rank_is_the_cause_by_its_status_and_its_time(status
     if status == 9:
         assert "(signal 9, often out of memory)" in str(failure)
         assert "(signal 9, out of memory)" in str(ended.failure(is_out_of_memory=True))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it needs pidfd")
-@pytest.mark.parametrize(("end", "named"), [("os.kill(os.getpid(), 9)", ["SIGKILL"]), ("os._exit(7)", [])])
-def test_a_rank_that_a_signal_has_ended_is_named_even_if_the_watch_was_busy_until_after_sigterm(
-    monkeypatch, end, named
-):
-    """One that exits may do so because of SIGTERM. A process whose variable is no rank is none."""
-    monkeypatch.setattr(siblings.WATCH, "awake_since", time.monotonic())
-    command = [sys.executable, "-c", f"import os; input(); {end}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        rank_of = {1: "9" * 5000, os.getpid(): "0", process.pid: "1"}
-        monkeypatch.setattr(siblings.proc, "children", lambda _: [*rank_of])
-        monkeypatch.setattr(siblings.proc, "variables_at_start", lambda pid: {"PMI_RANK": rank_of.get(pid, "")})
-        monkeypatch.setattr(siblings.proc, "nearest_without", lambda _: 0)
-        found = siblings.Siblings(RANKS[0])
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        terminated_at = time.monotonic()
-        time.sleep(0.1)
-        assert [failure.type for failure in found.failures(terminated_at)] == named
-        found.end(has_failed=False)
 
 
 def test_the_error_file_is_written_as_torchelastic_does_until_the_failure_is_withdrawn(machine, monkeypatch):

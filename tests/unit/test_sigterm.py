@@ -380,42 +380,6 @@ def test_ctrl_c_bounds_the_end_in_which_it_comes():
 # Threads
 
 
-@pytest.mark.parametrize("of_the_loop", [False, True])
-def test_the_old_handler_is_back_when_the_last_function_in_a_thread_returns(of_the_loop):
-    recorder = RecordingTracker()
-    entered, is_left = threading.Barrier(3), threading.Event()
-
-    @tracking_init(tracker=recorder)
-    def train(goes_first: bool) -> None:
-        entered.wait(60)
-        assert goes_first or is_left.wait(60)
-
-    def installed() -> tuple[Any, int]:
-        return signal.getsignal(signal.SIGTERM), wakeup_fd()
-
-    async def main() -> list[tuple[Any, int]]:
-        loop = asyncio.get_running_loop()
-        if of_the_loop:
-            loop.add_signal_handler(signal.SIGTERM, print)
-        found = [installed()]
-        first, second = (loop.run_in_executor(None, train, goes_first) for goes_first in (True, False))
-        await loop.run_in_executor(None, entered.wait, 60)
-        found.append(installed())
-        await first
-        found.append(installed())
-        is_left.set()
-        await second
-        found.append(installed())
-        loop.remove_signal_handler(signal.SIGTERM)
-        return found
-
-    before, with_two, with_one, after = asyncio.run(main())
-    assert (before, with_two) == (after, with_one)
-    assert (before[0] == with_two[0]) is of_the_loop  # a handler of the program's stays
-    assert before[1] != with_two[1]
-    assert [run.exit_codes for run in recorder.runs] == [(0,), (0,)]
-
-
 @pytest.mark.parametrize("kind", ["ignored", "blocked", "no loop"])
 def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(kind):
     """Nor by an installation that comes too late."""
