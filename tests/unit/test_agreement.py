@@ -7,9 +7,11 @@ import math
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.stores import SharedStore
+from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import agreement as module
@@ -127,6 +129,22 @@ def test_a_rank_that_dies_while_they_agree_holds_nobody_up_and_the_next_attempt_
     look(*again, times=4)
     assert {rank.committed for rank in again} == {again[0].committed}
     assert again[0].committed.reason == "again"
+
+
+def test_a_rank_that_waits_for_the_decision_goes_on_to_the_step_of_the_others(store):
+    ahead, behind = begun(store, 2)
+    ahead.counter.count = 5
+    behind.request(StopRequest("a reason"))
+    behind.look()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(behind.counter.next)
+        wait_until(lambda: behind.counter.count == 1)
+        look(ahead, behind)
+        assert not waiting.result(60)
+    assert ahead.counter.next()
+    while not behind.counter.next():
+        pass
+    assert behind.stopped_at == ahead.stopped_at == 6
 
 
 def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, subtests):

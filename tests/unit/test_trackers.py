@@ -128,13 +128,9 @@ def test_an_id_in_a_variable_is_checked_at_the_call(bare_environment, name):
 def test_a_tracker_object_can_be_passed(bare_environment, given):
     @tracking_init(tracker=given, colour="red", id="i")
     def train():
-        return get_run("noting").request.config.options, get_run().id
+        return get_run("noting").request.config.options, get_run().id, get_run().url
 
-    assert train() == ({"colour": "red"}, "i")
-
-
-def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
-    assert tracking_init(tracker=Noting, id="i")(lambda: get_run().url)() is None
+    assert train() == ({"colour": "red"}, "i", None)
 
 
 @pytest.mark.parametrize("given", [Noting, Noting()])
