@@ -260,19 +260,11 @@ def test_an_empty_string_is_not_given(empty):
     names = ("id", "project", "group", "name", "notes", "entity", "job_type", "mode", "host", "dir")
     config = TrackingConfig.from_arguments({**dict.fromkeys(names, empty), "tags": [empty, ""]})
     assert config.given == frozenset()
-    assert (config.arguments, config.name, config.tags, dict(config.options)) == (
-        dict(config.options),
-        None,
-        None,
-        {}.fromkeys(names[5:]),
-    )
+    assert (config.arguments, config.name, config.tags) == (dict.fromkeys(names[5:]), None, None)
     tracking_init(**dict.fromkeys(names, empty), tags=empty)
-    for tracker, options in {
-        "mlflow": ["experiment_name", "tracking_uri"],
-        "trackio": ["server_url"],
-        "pluto": [],
-    }.items():
-        tracking_init(tracker=tracker, project=empty, **dict.fromkeys(options, empty))
+    tracking_init(tracker="mlflow", project=empty, experiment_name=empty, tracking_uri=empty)
+    tracking_init(tracker="trackio", project=empty, server_url=empty)
+    tracking_init(tracker="pluto", project=empty)
     propagated = {"project": "p", "tags": ["t"], "notes": "why"}
     assert config.with_defaults(propagated).arguments == {"project": "p", "tags": ("t",), "notes": "why"}
     with pytest.raises(ConfigError, match="did you mean 'project'"):

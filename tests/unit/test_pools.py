@@ -15,7 +15,6 @@ from flyteplugins_tracking import DistributedInfo, get_distributed_info
 from flyteplugins_tracking._rank import children, pools, topology
 from flyteplugins_tracking._rank.pools import POOLS, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
-from flyteplugins_tracking._runs.call import state
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import TopologyError
 
@@ -122,16 +121,3 @@ def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monk
     monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.context", module)
     assert detect({}) == DistributedInfo(0, 1, 0, 1, 0, 1, launcher="ray", job_id="fitted-01234567")
     assert get_distributed_info() is None
-
-
-def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch):
-    worlds = [type("World", (), {})(), type("World", (), {})()]
-    found = Detection(DistributedInfo(1, 2, launcher="dask"), pools.Pool("dask", "", os.getpid()))
-
-    def count(world: Any) -> int:
-        monkeypatch.setattr(children, "default_group", lambda: world)
-        return state.count("wandb", pools.counts_of_world(found.info, found.pool))
-
-    assert [count(worlds[0]), count(worlds[0]), count(worlds[1]), count(worlds[0])] == [1, 2, 1, 3]
-    assert pools.counts_of_world(DistributedInfo(1, 2, launcher="slurm"), None) is None
-    assert pools.counts_of_world(None, None) is None

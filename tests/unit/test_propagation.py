@@ -99,26 +99,6 @@ def test_each_kind_of_value_in_a_config_reaches_other_processes(monkeypatch):
     assert stored(read(CONFIG, None)["config"]) == expected
 
 
-def test_one_object_can_be_in_several_blocks_at_once():
-    shared = tracking_config(project="shared")
-
-    async def training(seen):
-        with shared:
-            await asyncio.sleep(0.01)
-            seen.append(read(CONFIG, None))
-
-    async def trainings():
-        seen = []
-        await asyncio.gather(training(seen), training(seen))
-        return seen
-
-    before = dict(os.environ)
-    assert asyncio.run(trainings()) == [{"project": "shared"}] * 2
-    with shared:
-        assert pickle.loads(pickle.dumps(shared)) == shared
-    assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
-
-
 def test_a_block_of_another_thread_does_not_reach_a_task_and_is_the_variable_of_threads_without_a_context(
     bare_environment, monkeypatch
 ):
@@ -149,7 +129,7 @@ def test_a_block_of_another_thread_does_not_reach_a_task_and_is_the_variable_of_
 
 def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_environment):
     async def training(name, seen):
-        with tracking_config(project=name):
+        with shared, tracking_config(project=name):
             await asyncio.sleep(0.05)
             seen.append(await asyncio.to_thread(read, CONFIG, None))
             while len(seen) < 2:
@@ -161,9 +141,10 @@ def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_en
         await asyncio.gather(training("a", seen), training("b", seen))
         return seen
 
-    before = dict(os.environ)
+    before, shared = dict(os.environ), tracking_config(group="shared")  # one object may be in several blocks
+    assert pickle.loads(pickle.dumps(shared)) == shared
     assert sorted(config["project"] for config in asyncio.run(trainings())) == ["a", "a", "b", "b"]
-    assert dict(os.environ) == before
+    assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
 
 
 def test_a_variable_that_is_set_in_a_block_counts_after_it(bare_environment, monkeypatch):

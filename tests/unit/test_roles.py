@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import jobs
 
 from flyteplugins_tracking import ConfigError, IdentityError, get_run, tracking_init
 from flyteplugins_tracking._commands.watch import _name_of
@@ -78,18 +77,13 @@ def test_a_role_speaks_for_its_job_and_does_not_end_the_run():
     plans = [plan(info, "auto", "global", "b", role="eval") for info in iter_ranks([2, 2])]
     assert [(one.opens, one.primary, one.ends_run) for one in plans] == [(True, True, False)] + [(False,) * 3] * 3
     assert (plans[0].run_id, plans[0].label) == ("b", "eval")
+    joined = plan(None, "auto", "global", None, parent_id="parents", role="eval")
+    assert (joined.run_id, joined.primary, joined.ends_run) == ("parents", True, False)
     plans = [plan(info, "shared", "global", "b", role="eval") for info in iter_ranks([2, 2])]
     assert [one.label for one in plans] == [f"eval-rank-{rank}" for rank in range(4)]
 
 
-def test_a_role_joins_the_run_of_the_calling_task():
-    joined = plan(None, "auto", "global", None, parent_id="parents", role="eval")
-    assert (joined.run_id, joined.primary, joined.ends_run) == ("parents", True, False)
-
-
-def test_a_role_without_an_id_is_refused_at_the_call(monkeypatch):
-    for name in jobs.variables_of_launchers() | {"WANDB_RUN_ID"}:
-        monkeypatch.delenv(name, raising=False)
+def test_a_role_without_an_id_is_refused_at_the_call(bare_environment):
     work = tracking_init(project="rl", role="eval")(lambda: None)
     with pytest.raises(IdentityError, match=r"role='eval' joins the run of another job.*WANDB_RUN_ID"):
         work()

@@ -508,14 +508,13 @@ def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
     )
 
 
-OPENINGS = [
-    ("wandb", "init", {"config": Namespace(lr=0.1, seed=3), "name": "inner", "notes": "by the script", "tags": "a"}),
-    pytest.param("trackio", "init", {"project": "p", "config": {"lr": 0.1, "seed": 3}, "name": "inner"}, marks=FULL),
-    pytest.param("mlflow", "start_run", {"run_name": "inner", "description": "d", "tags": {"t": 1}}, marks=FULL),
-]
-
-
-@pytest.mark.parametrize(("tracker", "name", "given"), OPENINGS)
+@pytest.mark.parametrize(
+    ("tracker", "name", "given"),
+    [
+        ("wandb", "init", {"config": Namespace(lr=0.1, seed=3), "name": "inner", "notes": "by the script", "tags": "a"}),
+        pytest.param("mlflow", "start_run", {"run_name": "inner", "description": "d", "tags": {"t": 1}}, marks=FULL),
+    ],
+)
 def test_a_clients_own_opening_returns_the_recorded_run_and_opens_none(
     tracker, name, given, recorded_runs, tmp_path, monkeypatch
 ):
