@@ -1,17 +1,17 @@
-"""The agreement of a job's ranks to stop: over a store of torch's, with the ranks as threads or in a random order."""
+"""The agreement of a job's ranks to stop: over a store of torch's, with the ranks in a random order."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.stores import SharedStore
+from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import agreement as module
@@ -26,10 +26,6 @@ RANKS = 4
 def store():
     torch = pytest.importorskip("torch.distributed")
     return torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def other_store(store):
-    return sys.modules["torch.distributed"].PrefixStore("other", store)
 
 
 def info(rank: int, ranks: int = RANKS, local: int | None = None) -> DistributedInfo:
@@ -81,120 +77,21 @@ def test_ranks_stop_at_the_same_step_whenever_they_are_asked(store, requests):
         assert len({rank.committed for rank in job.ranks}) == 1
 
 
-class Ranks:
-    """Ranks as threads, each with a thread that looks at the board."""
+def begun(store, ranks: int) -> list[Agreement]:
+    """The ranks of a job, each of which has begun."""
+    begun = [Agreement(info(rank, ranks), "stop/1") for rank in range(ranks)]
+    for rank in begun:
+        rank.begin(Board(store, "monitor"))
+    return begun
 
-    def __init__(self, store, ranks: int = RANKS, topic: str = "stop/1") -> None:
-        self.board = Board(store, "monitor")
-        self.agreements = [Agreement(info(rank, ranks), topic) for rank in range(ranks)]
-        self.steps: dict[int, int] = {}
-        self._ended = threading.Event()
-        self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-
-    def watch(self, *ranks: int) -> None:
+def look(*ranks: Agreement, times: int = 1) -> None:
+    for _ in range(times):
         for rank in ranks:
-            self._start(self._watch, self.agreements[rank])
-
-    def train(self, steps_s: Sequence[float], barrier: threading.Barrier | None = None) -> None:
-        for rank, step_s in enumerate(steps_s):
-            self._start(self._train, rank, step_s, barrier)
-
-    def wait_for(self, holds: Callable[[], object], timeout_s: float = 60) -> None:
-        until = time.monotonic() + timeout_s
-        while not holds():
-            assert time.monotonic() < until, (self.steps, [one.committed for one in self.agreements])
-            time.sleep(0.005)
-
-    def _start(self, function: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=function, args=args, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def _watch(self, agreement: Agreement) -> None:
-        with suppress(RuntimeError):
-            agreement.begin(self.board)
-            while not self._ended.wait(agreement.next_wait_s()):
-                agreement.look()
-            agreement.end(has_failed=False)
-
-    def _train(self, rank: int, step_s: float, barrier: threading.Barrier | None) -> None:
-        while not self._ended.is_set():
-            if self.agreements[rank].counter.next():
-                self.steps[rank] = self.agreements[rank].counter.count
-                return
-            time.sleep(step_s)
-            if barrier is not None:
-                with suppress(threading.BrokenBarrierError):
-                    barrier.wait(60)
+            rank.look()
 
 
-@pytest.fixture
-def fast(monkeypatch):
-    monkeypatch.setattr(module, "_POLL_S", 0.02)
-
-
-@pytest.fixture
-def impatient(monkeypatch, fast):
-    monkeypatch.setattr(module, "ROUND_S", 0.3)
-    monkeypatch.setattr(module, "_LATER_S", 0.2)
-
-
-def test_ranks_of_uneven_speeds_that_meet_in_collectives_stop_at_the_same_step(store, fast):
-    with Ranks(store) as job:
-        job.watch(*range(RANKS))
-        job.train([0.001, 0.005, 0.05, 0.0], threading.Barrier(RANKS))
-        time.sleep(0.2)
-        job.agreements[1].request(StopRequest("a reason"))
-        job.wait_for(lambda: len(job.steps) == RANKS)
-        assert len(set(job.steps.values())) == 1
-        assert {(one.committed.reason, one.committed.rank) for one in job.agreements} == {("a reason", 1)}
-
-
-def test_ranks_that_never_meet_stop_at_the_next_step_of_the_fastest(store, fast):
-    with Ranks(store) as job:
-        job.watch(*range(RANKS))
-        job.train([0.001, 0.003, 0.003, 0.003])
-        time.sleep(0.1)
-        job.agreements[3].request(StopRequest("a reason"))
-        job.wait_for(lambda: len(job.steps) == RANKS)
-        assert len(set(job.steps.values())) == 1
-
-
-def test_an_urgent_request_fails_without_a_rank_that_never_calls(store, impatient, caplog):
-    failures: list[str] = []
-    with Ranks(store) as job:
-        job.watch(0, 1, 2)
-        job.train([0.001] * 3)
-        job.agreements[0].request(StopRequest("SIGTERM", 0.3, failures.append))
-        job.wait_for(lambda: failures)
-        assert failures == ["rank 3 does not call should_stop()"]
-        assert job.agreements[0].has_failed
-        counts = [one.counter.count for one in job.agreements[:3]]
-        job.wait_for(lambda: all(one.counter.count > 10 + n for one, n in zip(job.agreements, counts, strict=False)))
-        assert job.steps == {}
-    assert "have not agreed on a step at which to stop (SIGTERM): rank 3 does not call" in caplog.text
-
-
-def test_a_request_without_a_deadline_waits_for_a_late_rank(store, impatient, caplog):
-    with Ranks(store) as job:
-        job.watch(0, 1, 2)
-        job.train([0.001] * RANKS)
-        job.agreements[0].request(StopRequest("a reason"))
-        job.wait_for(lambda: "rank 3 does not call should_stop(); waiting" in caplog.text)
-        job.watch(3)
-        job.wait_for(lambda: len(job.steps) == RANKS)
-        assert len(set(job.steps.values())) == 1
-
-
-def test_a_store_that_goes_away_holds_nobody_up(impatient):
+def test_a_store_that_goes_away_holds_nobody_up():
     class Gone(SharedStore):
         is_gone = False
 
@@ -204,10 +101,7 @@ def test_a_store_that_goes_away_holds_nobody_up(impatient):
             return super().add(key, amount)
 
     store = Gone()
-    board = Board(store, "monitor")
-    one, other = (Agreement(info(rank, 2), "stop/1") for rank in range(2))
-    one.begin(board)
-    other.begin(board)
+    one, other = begun(store, 2)
     one.request(StopRequest("a reason"))
     one.look()
     assert one.counter.limit == 0  # the next call waits
@@ -218,132 +112,96 @@ def test_a_store_that_goes_away_holds_nobody_up(impatient):
     assert other.counter.limit == math.inf  # nobody will decide
 
 
-def test_a_round_of_ranks_that_have_ended_is_void(store, fast):
-    """The rank's name on the board is still that of the last attempt."""
-    board = Board(store, "monitor")
-    Agreement(info(1, 2), "stop/1").begin(board)
-    first, second = Agreement(info(0, 2), "stop/1"), Agreement(info(1, 2), "stop/1")
-    first.begin(board)
-    first.request(StopRequest("a reason"))
-    first.look()
-    assert first.counter.limit == 0  # it has answered
-    second.begin(board)
-    for _ in range(6):
-        second.look()
-        first.look()
-    assert first.committed == second.committed is not None
-
-
-@pytest.mark.parametrize("phase", ["opened the round", "put its count"])
-def test_a_rank_that_dies_between_the_phases_holds_nobody_up_and_the_next_attempt_agrees(store, impatient, phase):
-    board, failures = Board(store, "monitor"), []
-    first, second, dead = ranks = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
-    for rank in ranks:
-        rank.begin(board)
-    if phase == "opened the round":
-        dead.request(StopRequest("a reason"))
-        dead._open_round(time.monotonic())
-    else:
-        first.request(StopRequest("a reason", otherwise=failures.append))
-        dead.board.put("count/1/2", "7")
-    first.look()
-    second.look()
+def test_a_rank_that_dies_while_they_agree_holds_nobody_up_and_the_next_attempt_agrees(store, monkeypatch):
+    monkeypatch.setattr(module, "ROUND_S", 0.3)
+    failures: list[str] = []
+    first, second, dead = begun(store, 3)
+    first.request(StopRequest("a reason", otherwise=failures.append))
+    dead.board.put("count/1/2", "7")
+    look(first, second)
     assert first.counter.limit == second.counter.limit == 0
     time.sleep(0.35)
-    for rank in (first, second, first):
-        rank.look()
+    look(first, second, first)
     assert not any(rank.committed or rank.counter.next() for rank in (first, second))
-    assert failures == ([] if phase == "opened the round" else ["not all ranks have answered within 0.3 s"])
-    again = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
-    for rank in again:
-        rank.begin(board)
+    assert failures == ["not all ranks have answered within 0.3 s"]
+    again = begun(store, 3)
     again[1].request(StopRequest("again"))
-    for rank in again * 4:
-        rank.look()
+    look(*again, times=4)
     assert {rank.committed for rank in again} == {again[0].committed}
     assert again[0].committed.reason == "again"
 
 
-def test_a_rank_that_has_answered_and_died_is_not_needed_for_the_decision(store, fast):
-    board = Board(store, "monitor")
-    first, second, dead = ranks = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
-    for rank in ranks:
-        rank.begin(board)
+def test_a_rank_that_waits_for_the_decision_goes_on_to_the_step_of_the_others(store):
+    ahead, behind = begun(store, 2)
+    ahead.counter.count = 5
+    behind.request(StopRequest("a reason"))
+    behind.look()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(behind.counter.next)
+        wait_until(lambda: behind.counter.count == 1)
+        look(ahead, behind)
+        assert not waiting.result(60)
+    assert ahead.counter.next()
+    while not behind.counter.next():
+        pass
+    assert behind.stopped_at == ahead.stopped_at == 6
+
+
+def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, subtests):
+    texts = ("", "{", "[" * 100_000, '{"nothing": 7}', '{"rank": "a", "members": []}', "null")
+    for number, (key, text) in enumerate(itertools.product(("round/1", "decision/1"), texts)):
+        with subtests.test(f"{key} {text[:20]}"):
+            first, second = begun(sys.modules["torch.distributed"].PrefixStore(str(number), store), 2)
+            first.board.put(key, text)
+            look(first, second, times=3)
+            assert not first.counter.next()
+            assert not second.counter.next()
+            first.request(StopRequest("dropped", otherwise=lambda _, first=first: first.request(StopRequest("more"))))
+            look(first, second, times=6)
+            assert first.committed == second.committed is not None
+            assert first.committed.step == 2
+
+
+def test_a_rank_that_moves_to_another_board_agrees_there(store):
+    first, second = begun(store, 2)
+    other = Board(sys.modules["torch.distributed"].PrefixStore("other", store), "monitor")
     first.request(StopRequest("a reason"))
-    for rank in (first, dead, second, first):
-        rank.look()
+    first.look()
+    second.begin(other)  # before it has looked at the round
+    first.look()
+    assert first.counter.limit == math.inf
+    first.begin(other)
+    look(first, second, times=3)
     assert first.committed == second.committed is not None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"nothing": 7}', '{"rank": "a", "members": []}', "null"])
-@pytest.mark.parametrize("key", ["round/1", "decision/1"])
-def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, fast, key, text):
-    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
-    for rank in ranks:
-        rank.begin(Board(store, "monitor"))
-    ranks[0].board.put(key, text)
-    for _ in range(3):
-        for rank in ranks:
-            rank.look()
-    assert not any(rank.counter.next() for rank in ranks)
-    ranks[0].request(StopRequest("dropped if it is decided", otherwise=lambda _: ranks[0].request(StopRequest("more"))))
-    for _ in range(6):
-        for rank in ranks:
-            rank.look()
-    assert ranks[0].committed == ranks[1].committed is not None
-    assert ranks[0].committed.step == 2
-
-
-def test_a_rank_that_moves_to_another_board_agrees_there(store, fast):
-    boards = Board(store, "monitor"), Board(other_store(store), "monitor")
-    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
-    for rank in ranks:
-        rank.begin(boards[0])
-    ranks[0].request(StopRequest("a reason"))
-    ranks[0].look()
-    ranks[1].begin(boards[1])  # before it has looked at the round
-    ranks[0].look()
-    assert ranks[0].counter.limit == math.inf
-    ranks[0].begin(boards[1])
-    for _ in range(3):
-        for rank in ranks:
-            rank.look()
-    assert ranks[0].committed == ranks[1].committed is not None
-
-
-def test_a_rank_whose_function_ends_before_it_has_seen_the_round_holds_nobody_up(store, fast):
+def test_a_rank_whose_function_ends_before_it_has_seen_the_round_holds_nobody_up(store):
     failures: list[str] = []
-    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
-    for rank in ranks:
-        rank.begin(Board(store, "monitor"))
-    ranks[0].request(StopRequest("a reason", otherwise=failures.append))
-    ranks[0].look()
-    ranks[1].end(has_failed=False)
-    ranks[0].look()
+    first, second = begun(store, 2)
+    first.request(StopRequest("a reason", otherwise=failures.append))
+    first.look()
+    second.end(has_failed=False)
+    first.look()
     assert failures == ["the function has ended on rank 1"]
-    assert not ranks[0].counter.next()
+    assert not first.counter.next()
 
 
-def test_a_decision_that_was_made_while_a_rank_moved_holds(store, fast):
-    boards = Board(store, "monitor"), Board(other_store(store), "monitor")
-    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
-    for rank in ranks:
-        rank.begin(boards[0])
-    ranks[0].request(StopRequest("a reason"))
-    for rank in ranks:
-        rank.look()
-    ranks[0].begin(boards[1])
-    assert ranks[0].committed == ranks[1].committed is not None
-    assert ranks[0].counter.next()
+@pytest.mark.parametrize("local", [4, 8])
+def test_ranks_that_have_no_store_stop_alone(local):
+    rank = Agreement(info(0, 8, local=local), "stop/1")
+    rank.begin(Board(OwnStore(), "monitor"))
+    assert not rank.counter.next()
+    rank.request(StopRequest("a reason"))
+    rank.request(StopRequest("another one"))
+    rank.look()
+    assert rank.counter.next()
+    assert (rank.stopped_at, rank.committed.reason) == (2, "a reason")
 
 
 @pytest.mark.parametrize("number", [128, pytest.param(1024, marks=pytest.mark.full)])
-def test_many_ranks_agree_in_one_round(number):
-    torch = pytest.importorskip("torch.distributed")
-    board = Board(torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "monitor")
-    ranks, rng = [Agreement(info(rank, number), "stop/1") for rank in range(number)], random.Random(7)
+def test_many_ranks_agree_in_one_round(store, number):
+    ranks, rng = begun(store, number), random.Random(7)
     for rank in ranks:
-        rank.begin(board)
         rank.counter.count = rng.randrange(1000)  # they do not meet
     ranks[77].request(StopRequest("a reason"))
     stopped: dict[Agreement, int] = {}
@@ -357,24 +215,3 @@ def test_many_ranks_agree_in_one_round(number):
                     break
         assert all(rank._number <= 2 for rank in ranks), "more than one round"
     assert len(set(stopped.values())) == 1
-
-
-@pytest.mark.parametrize("local", [4, 8])
-def test_ranks_that_have_no_store_stop_alone(local):
-    rank = Agreement(info(0, 8, local=local), "stop/1")
-    rank.begin(Board(OwnStore(), "monitor"))
-    assert not rank.counter.next()
-    rank.request(StopRequest("a reason"))
-    rank.look()
-    assert rank.counter.next()
-    assert rank.stopped_at == 2
-
-
-def test_one_process_stops_at_its_next_call():
-    own = Agreement(info(0, 1), "stop/1")
-    assert not own.counter.next()
-    own.request(StopRequest("a reason"))
-    own.request(StopRequest("another one"))
-    assert own.counter.next()
-    assert own.counter.next()
-    assert (own.stopped_at, own.committed.reason) == (2, "a reason")

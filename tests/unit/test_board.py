@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 import socket
-import sys
 import time
 from datetime import timedelta
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 from support.waiting import wait_until
@@ -85,66 +83,21 @@ def test_a_process_has_one_connection_to_its_jobs_store(agents):
     assert boards[0].get("key") == "text"
 
 
-def test_a_connection_to_a_store_that_has_gone_or_of_another_job_is_not_used_again(agents):
-    first = job_board(ELASTIC, agents(), "topic")
-    env = agents()
-    second = job_board(ELASTIC, env, "topic")
-    assert second.store is not first.store
-    second.put("key", "text")
-    assert job_board(ELASTIC, agents(int(env["MASTER_PORT"])), "topic").get("key") is None
-
-
-def test_a_forked_child_has_a_connection_of_its_own(agents):
-    env = agents()
-    board = job_board(ELASTIC, env, "topic")
-    pid = os.fork()
-    if pid == 0:
-        os._exit(1 if job_board(ELASTIC, env, "topic").store is board.store else 0)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_the_store_of_a_process_group_ends_with_the_group(agents, monkeypatch):
-    torch = sys.modules["torch.distributed"]
-    group = [torch.PrefixStore("group", torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))]
-    c10d = SimpleNamespace(_get_default_store=lambda: group[0])
-    dist = SimpleNamespace(get_world_size=lambda: 2, distributed_c10d=c10d)
-    monkeypatch.setattr(board_module, "initialised_distributed", lambda: dist)
-    board = job_board(MPI, os.environ, "topic")
-    board.put("key", "text")
-    assert job_board(MPI, os.environ, "topic").store is board.store
-    group.clear()
-    with pytest.raises(RuntimeError):
-        board.get("key")
-
-
 NESTED = "[" * 100_000
 BAD_TEXTS = [
-    "",
-    "{",
-    "[1]",
-    "7",
-    "null",
-    NESTED,
-    '{"rank": 1, "memory": 1e999}',
-    '{"put_at": NaN, "memory": 1}',
-    '{"node": 1, "load": {"cpu": 1e999}}',
+    *("", "{", "[1]", "7", "null", NESTED, '{"nothing": 1}', "\ud800", f'{{"type": "{"x" * 5_000_000}"}}'),
+    *('{"rank": 1, "memory": 1e999}', '{"put_at": NaN, "memory": 1}', '{"node": 1, "load": {"cpu": 1e999}}'),
     f'{{"node": 1, "load": {{"memory": {10**30}}}}}',
-    '{"nothing": 1}',
     f'{{"rank": 1, "type": "E", "message": "m", "exit_code": 1, "failed_at": {10**400}}}',
     f'{{"cuda_memory": {10**400}, "memory": {10**400}}}',
-    f'{{"type": "{"x" * 5_000_000}"}}',
-    "\ud800",
 ]
 
 
-@pytest.mark.parametrize("text", BAD_TEXTS)
-def test_a_text_that_is_damaged_or_another_programs_is_left_out(text):
-    assert from_text(Failure, text) is None
-    assert from_text(Pulse, text) is None
-
-
-def test_a_bad_text_is_left_out_with_one_warning_and_the_others_are_read(store, caplog, monkeypatch):
+def test_a_text_that_is_damaged_or_another_programs_is_left_out_with_one_warning(store, caplog, monkeypatch):
+    for text in BAD_TEXTS:
+        assert (from_text(Failure, text), from_text(Pulse, text)) == (None, None), text[:100]
     monkeypatch.setattr(board_module, "_warn_once", board_module.WarnOnce(board_module.logger))
+    caplog.clear()
     board = Board(store, "pulse")
     for rank, text in enumerate(["{", to_text(Pulse(step_s=3.0)), NESTED]):
         board.put(str(rank), text)
@@ -152,11 +105,46 @@ def test_a_bad_text_is_left_out_with_one_warning_and_the_others_are_read(store, 
     assert len(caplog.records) == 1
 
 
-def test_what_a_terminal_obeys_is_taken_out():
-    sign = "\N{REPLACEMENT CHARACTER}"
-    failure = from_text(Failure, to_text(Failure(1, "E", "\x1b]0;title\x07 red\x9b31m\nline\ttab", 1)))
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            to_text(Failure(1, "E", "\x1b]0;title\x07 red\x9b31m\nline\ttab", 1)),
+            "\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER} red\N{REPLACEMENT CHARACTER}31m\nline\ttab",
+        ),
+        ('{"rank": 1, "type": "at \\ud800", "message": "\\udfff", "exit_code": 1}', "\N{REPLACEMENT CHARACTER}"),
+        ('{"rank": 1, "type": 5, "message": ["m"], "exit_code": 1, "traceback": "t", "host": 2}', "5: ['m']"),
+    ],
+    ids=["what a terminal obeys", "no UTF-8", "no text"],
+)
+def test_what_a_peer_has_put_in_the_place_of_words_can_be_told(text, told):
+    failure = from_text(Failure, text)
     assert failure is not None
-    assert failure.message == f"{sign}]0;title{sign} red{sign}31m\nline\ttab"
+    assert told in str(failure)
+    assert str(failure).encode()
+
+
+def test_a_text_with_fields_of_other_types_ends_nothing_and_is_told_once(store, caplog, monkeypatch):
+    for module, topic in ((failures_module, "failures"), (watch_module, "ranks")):
+        monkeypatch.setattr(module, "_warn_once", module.WarnOnce(module.logger))
+        monkeypatch.setattr(module, "job_board", lambda *_, topic=topic: Board(store, topic))
+    monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
+    Board(store, "failures/causes").append('{"rank": [], "type": {}, "message": 3, "exit_code": null}')
+    for _ in range(2):
+        verdict, _ = FailureReader(MPI, is_alone=False, is_own_run=False).verdict(Failure(0, "E", "own", 1), None)
+        assert verdict is not None
+        assert verdict.text == f"rank 0 on {socket.gethostname()}: own"
+    assert len(caplog.records) == 1
+    watch, rows = watch_module.Watch(), []
+    pulse = PulseDuty(MPI, 0.02, rows.append)
+    watch.add(MPI, pulse, without="")
+    wait_until(lambda: rows)
+    Board(store, "pulse").put("1", '{"step_s": "a", "put_at": 1e18}')
+    wait_until(lambda: len(caplog.records) == 2)
+    Board(store, "pulse").put("1", to_text(Pulse(step_s=3.0, put_at=1e18)))
+    wait_until(lambda: any(row.get("ranks/step_time/max") == 3.0 for row in rows))
+    watch.remove(pulse)
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(step_s=0.5, own_share=1.0, memory=7)])
@@ -169,48 +157,6 @@ def test_random_changes_of_a_text_raise_nothing(whole):
         found = from_text(type(whole), changed.decode(errors="replace"))
         if isinstance(found, Pulse):
             assert all(math.isfinite(value) for value in pulse_module.metrics({0: found}).values())
-
-
-@pytest.mark.parametrize(
-    "notice",
-    [
-        '{"rank": [], "type": {}, "message": 3, "exit_code": null}',
-        '{"rank": 1, "type": "E", "message": "m", "exit_code": 1, "failed_at": "now"}',
-    ],
-)
-def test_a_notice_with_fields_of_other_types_ends_nothing_and_is_told_once(store, notice, caplog, monkeypatch):
-    monkeypatch.setattr(failures_module, "_warn_once", failures_module.WarnOnce(failures_module.logger))
-    monkeypatch.setattr(failures_module, "job_board", lambda *_: Board(store, "failures"))
-    monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
-    Board(store, "failures/causes").append(notice)
-    for _ in range(2):
-        verdict, _ = FailureReader(MPI, is_alone=False, is_own_run=False).verdict(Failure(0, "E", "own", 1), None)
-        assert verdict is not None
-        assert verdict.text == f"rank 0 on {socket.gethostname()}: own"
-    assert len(caplog.records) == 1
-
-
-def test_a_failure_whose_words_are_none_can_be_told():
-    failure = from_text(
-        Failure, '{"rank": 1, "type": 5, "message": ["m"], "exit_code": 1, "traceback": "t", "host": 2}'
-    )
-    assert str(failure) == "rank 1 on 2: 5: ['m']"
-
-
-def test_a_pulse_with_fields_of_other_types_ends_no_other_duty_and_is_told_once(store, caplog, monkeypatch):
-    monkeypatch.setattr(watch_module, "_warn_once", watch_module.WarnOnce(watch_module.logger))
-    monkeypatch.setattr(watch_module, "job_board", lambda *_: Board(store, "ranks"))
-    watch, rows = watch_module.Watch(), []
-    pulse = PulseDuty(MPI, 0.02, rows.append)
-    watch.add(MPI, pulse, without="")
-    wait_until(lambda: rows)
-    Board(store, "pulse").put("1", '{"step_s": "a", "put_at": 1e18}')
-    wait_until(lambda: caplog.records)
-    rows.clear()
-    Board(store, "pulse").put("1", to_text(Pulse(step_s=3.0, put_at=1e18)))
-    wait_until(lambda: any(row.get("ranks/step_time/max") == 3.0 for row in rows))
-    watch.remove(pulse)
-    assert len(caplog.records) == 1
 
 
 def test_notices_that_a_peer_has_made_up_cost_no_more_than_a_thousand_do(store, monkeypatch):
@@ -235,20 +181,3 @@ def test_a_counter_that_somebody_has_raised_costs_a_few_requests(store):
     started = time.process_time()
     assert board.texts() == {0: "one"}
     assert time.process_time() - started < 5
-
-
-@pytest.mark.parametrize("text", ["junk", "9" * 5000, "[" * 100_000])
-def test_a_counter_that_is_no_number_is_left_out_with_one_warning(store, text, caplog, monkeypatch):
-    monkeypatch.setattr(board_module, "_warn_once", board_module.WarnOnce(board_module.logger))
-    board = Board(store, "topic")
-    board.append("one")
-    board.put("texts", text)
-    assert board.texts() == {}
-    assert {board.count("texts") for _ in range(3)} == {0}
-    assert len(caplog.records) == 1
-
-
-def test_what_utf_8_cannot_encode_is_taken_out():
-    failure = from_text(Failure, '{"rank": 1, "type": "at \\ud800", "message": "\\udfff", "exit_code": 1}')
-    assert failure is not None
-    assert (failure.type + failure.message).encode()

@@ -32,55 +32,47 @@ def last_of(steps: str, directory: Path, **variables: str) -> dict[str, int | No
     return found
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ("", {RANK: 1}),
-        ("call", {RANK: 1}),
-        ("fork", {CHILD: 1}),
-        pytest.param("os.fork", {CHILD: 1}, marks=pytest.mark.full),
-        ("spawn", {CHILD: 1}),
-        pytest.param("forkserver", {CHILD: 1}, marks=pytest.mark.full),
-        pytest.param("fork fork", {CHILD: 1}, marks=pytest.mark.full),
-        ("spawn fork", {CHILD: 1}),
-        pytest.param("call exec", {CHILD: 1}, marks=pytest.mark.full),
-        ("call fork exec", {CHILD: 1}),
-        # A wrapper: it has called nothing.
-        ("exec", {RANK: 1}),
-        pytest.param("exec exec", {RANK: 1}, marks=pytest.mark.full),
-        pytest.param("exec fork", {CHILD: 1}, marks=pytest.mark.full),
-        # They set their own variables inside, as Elastic's workers do.
-        (f"fork {SET_RANK_2}", {RANK: 2}),
-        pytest.param(f"spawn {SET_RANK_2}", {RANK: 2}, marks=pytest.mark.full),
-        (f"call exec {SET_RANK_2}", {RANK: 2}),
-        # A launcher in a rank.
-        (f"call {SET_RANK_2} exec", {RANK: 2}),
-    ],
-)
-def test_with_the_variables_of_a_launcher(tmp_path: Path, steps: str, expected: dict[str, int]) -> None:
-    place = next(iter(expected.values()))
-    assert last_of(steps, tmp_path, **RANK_1) == {RANK: None, CHILD: None, "seen": place, **expected}
+FULL = pytest.mark.full
+# The variables of a launcher, the steps of a program, and who the last of its processes is, of which rank.
+LINEAGES = [
+    (RANK_1, "", RANK, 1),
+    (RANK_1, "call", RANK, 1),
+    (RANK_1, "fork", CHILD, 1),
+    pytest.param(RANK_1, "os.fork", CHILD, 1, marks=FULL),
+    (RANK_1, "spawn", CHILD, 1),
+    pytest.param(RANK_1, "forkserver", CHILD, 1, marks=FULL),
+    pytest.param(RANK_1, "fork fork", CHILD, 1, marks=FULL),
+    (RANK_1, "spawn fork", CHILD, 1),
+    pytest.param(RANK_1, "call exec", CHILD, 1, marks=FULL),
+    (RANK_1, "call fork exec", CHILD, 1),
+    # A wrapper: it has called nothing.
+    (RANK_1, "exec", RANK, 1),
+    pytest.param(RANK_1, "exec exec", RANK, 1, marks=FULL),
+    pytest.param(RANK_1, "exec fork", CHILD, 1, marks=FULL),
+    # They set their own variables inside, as Elastic's workers do.
+    (RANK_1, f"fork {SET_RANK_2}", RANK, 2),
+    pytest.param(RANK_1, f"spawn {SET_RANK_2}", RANK, 2, marks=FULL),
+    (RANK_1, f"call exec {SET_RANK_2}", RANK, 2),
+    # A launcher in a rank.
+    (RANK_1, f"call {SET_RANK_2} exec", RANK, 2),
+    # A script that starts ranks by hand, and sets the variables of each before.
+    ({}, f"{SET_RANK_1} fork", RANK, 1),
+    pytest.param({}, f"{SET_RANK_1} spawn", RANK, 1, marks=FULL),
+    ({}, f"{SET_RANK_1} exec", RANK, 1),
+    # A worker of Elastic or of `mp.spawn`, and what it starts.
+    ({}, f"fork {SET_RANK_1}", RANK, 1),
+    pytest.param({}, f"spawn {SET_RANK_1}", RANK, 1, marks=FULL),
+    ({}, f"fork {SET_RANK_1} fork", CHILD, 1),
+    pytest.param({}, f"fork {SET_RANK_1} spawn", CHILD, 1, marks=FULL),
+    pytest.param({}, f"spawn {SET_RANK_1} fork", CHILD, 1, marks=FULL),
+    ({}, f"spawn {SET_RANK_1} spawn", CHILD, 1),
+    ({}, f"spawn {SET_RANK_1} call exec", CHILD, 1),
+]
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        # A script that starts ranks by hand, and sets the variables of each before.
-        (f"{SET_RANK_1} fork", {RANK: 1}),
-        pytest.param(f"{SET_RANK_1} spawn", {RANK: 1}, marks=pytest.mark.full),
-        (f"{SET_RANK_1} exec", {RANK: 1}),
-        # A worker of Elastic or of `mp.spawn`, and what it starts.
-        (f"fork {SET_RANK_1}", {RANK: 1}),
-        pytest.param(f"spawn {SET_RANK_1}", {RANK: 1}, marks=pytest.mark.full),
-        (f"fork {SET_RANK_1} fork", {CHILD: 1}),
-        pytest.param(f"fork {SET_RANK_1} spawn", {CHILD: 1}, marks=pytest.mark.full),
-        pytest.param(f"spawn {SET_RANK_1} fork", {CHILD: 1}, marks=pytest.mark.full),
-        (f"spawn {SET_RANK_1} spawn", {CHILD: 1}),
-        (f"spawn {SET_RANK_1} call exec", {CHILD: 1}),
-    ],
-)
-def test_with_variables_that_a_process_sets(tmp_path: Path, steps: str, expected: dict[str, int]) -> None:
-    assert last_of(steps, tmp_path) == {RANK: None, CHILD: None, "seen": 1, **expected}
+@pytest.mark.parametrize(("variables", "steps", "who", "rank"), LINEAGES)
+def test_the_last_process_is_the_rank_or_a_child_of_it(tmp_path: Path, variables, steps, who, rank) -> None:
+    assert last_of(steps, tmp_path, **variables) == {RANK: None, CHILD: None, "seen": rank, who: rank}
 
 
 @pytest.mark.parametrize(

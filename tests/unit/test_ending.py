@@ -85,21 +85,9 @@ def test_ctrl_c_in_an_end_bounds_it_and_is_told_once(clock, caplog):
     assert limit.why.startswith("Ctrl-C has come")
 
 
-def test_with_little_time_before_the_kill_there_is_some_for_the_end(clock):
-    watch = NoSigterm()
-    watch.terminated_at = clock.now
-    limit = limit_of(watch, kill_after_s=1)
-    assert limit.left_s == pytest.approx(0.5)
-
-
-def ask_at_once(monkeypatch) -> None:
-    """Ask in the same thread."""
-    kind = lambda target, **_: SimpleNamespace(start=target, is_alive=bool)  # noqa: E731
-    monkeypatch.setattr(ending, "threading", SimpleNamespace(Thread=kind, Condition=threading.Condition))
-
-
 def test_an_upload_that_stands_still_is_waited_for_while_the_service_answers(clock, monkeypatch):
-    ask_at_once(monkeypatch)
+    at_once = lambda target, **_: SimpleNamespace(start=target, is_alive=bool)  # noqa: E731
+    monkeypatch.setattr(ending, "threading", SimpleNamespace(Thread=at_once, Condition=threading.Condition))
     limit, asked = limit_of(), []
     limit.asks = lambda: asked.append(clock.now) or True
     start = clock.now
@@ -107,12 +95,8 @@ def test_an_upload_that_stands_still_is_waited_for_while_the_service_answers(clo
         clock.now += 5
     assert 600 < clock.now - start < 640  # then it is given up
     assert asked[0] == start + 10  # an end that is usual asks nothing
-
-
-def test_a_service_that_does_not_answer_gives_no_more_time(clock, monkeypatch):
-    ask_at_once(monkeypatch)
     limit, start = limit_of(), clock.now
-    limit.asks = lambda: 1 / 0
+    limit.asks = lambda: 1 / 0  # a service that does not answer gives no more time
     while limit.lasts():
         clock.now += 5
     assert clock.now - start == 25

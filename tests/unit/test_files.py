@@ -13,56 +13,31 @@ from support.users import as_nobody, needs_root
 from flyteplugins_tracking._util import files
 from flyteplugins_tracking._util.files import open_own, private_directory, read_own, replace_whole
 
-PATIENCE_S = 60
 NAME = f"flyteplugins_tracking-{os.geteuid()}"
 
 
 def planted_directory(path: Path) -> None:
-    path.mkdir(mode=0o777)
+    path.mkdir()
     path.chmod(0o777)
 
 
-def planted_link(path: Path) -> None:
-    path.symlink_to("/root/checkpoints")
-
-
-def planted_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def planted_file(path: Path) -> None:
-    path.touch()
-
-
-PLANTED = [planted_directory, planted_link, planted_fifo, planted_file]
+PLANTED = [planted_directory, lambda path: path.symlink_to("/root/checkpoints"), os.mkfifo, Path.touch]
 
 
 @needs_root
-@pytest.mark.parametrize("plant", PLANTED)
-def test_a_name_that_another_user_has_made_first_is_left_alone_with_one_warning(shared_tmp, plant, caplog):
-    as_nobody(lambda: plant(shared_tmp / NAME))
-    before = os.lstat(shared_tmp / NAME)
-    for _ in range(3):
-        assert private_directory("locks") == shared_tmp / f"{NAME}-1" / "locks"
-    assert os.lstat(shared_tmp / NAME) == before
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.message == f"{shared_tmp / NAME} is not a directory of this user alone: another one is used"
-
-
-@needs_root
-def test_all_processes_find_one_directory_although_another_user_has_made_the_first_names(shared_tmp):
-    as_nobody(
-        lambda: [plant(shared_tmp / f"{NAME}-{i}" if i else shared_tmp / NAME) for i, plant in enumerate(PLANTED)]
-    )
-    assert {private_directory("sockets") for _ in range(2)} == {shared_tmp / f"{NAME}-4" / "sockets"}
-
-
-@needs_root
-def test_a_name_that_another_user_frees_again_leads_nobody_to_another_directory(shared_tmp):
-    as_nobody(lambda: planted_directory(shared_tmp / NAME))
-    assert private_directory("locks") == shared_tmp / f"{NAME}-1" / "locks"
-    (shared_tmp / NAME).rmdir()
-    assert private_directory("locks") == shared_tmp / f"{NAME}-1" / "locks"
+def test_names_that_another_user_has_made_first_are_left_alone_with_a_warning_each_and_also_when_freed(
+    shared_tmp, caplog
+):
+    names = [shared_tmp / NAME, *(shared_tmp / f"{NAME}-{number}" for number in range(1, len(PLANTED)))]
+    as_nobody(lambda: [plant(path) for plant, path in zip(PLANTED, names, strict=True)])
+    before = [os.lstat(path) for path in names]
+    for _ in range(2):
+        assert private_directory("locks") == shared_tmp / f"{NAME}-4" / "locks"
+    assert [os.lstat(path) for path in names] == before
+    names[0].rmdir()
+    assert private_directory("locks") == shared_tmp / f"{NAME}-4" / "locks"
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"{path} is not a directory of this user alone: another one is used" for path in names]
 
 
 @needs_root
@@ -98,16 +73,13 @@ def test_the_users_runtime_directory_comes_first(shared_tmp, monkeypatch, tmp_pa
     assert private_directory("locks") == shared_tmp / NAME / "locks"
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o755])
-def test_an_own_directory_that_others_can_enter_is_not_used(shared_tmp, mode):
+def test_an_own_directory_that_others_can_enter_or_a_link_in_it_is_not_used(shared_tmp, tmp_path):
     (shared_tmp / NAME).mkdir()
-    (shared_tmp / NAME).chmod(mode)
-    assert private_directory() == shared_tmp / f"{NAME}-1"
-
-
-def test_each_level_is_checked(shared_tmp, tmp_path):
+    for mode in (0o777, 0o770, 0o720, 0o755):
+        (shared_tmp / NAME).chmod(mode)
+        assert private_directory() == shared_tmp / f"{NAME}-1"
     (private_directory() / "sockets").symlink_to(tmp_path)
-    assert private_directory("sockets") == shared_tmp / f"{NAME}-1" / "sockets"
+    assert private_directory("sockets") == shared_tmp / f"{NAME}-2" / "sockets"
 
 
 def test_threads_get_the_same_directory(shared_tmp):
@@ -116,20 +88,11 @@ def test_threads_get_the_same_directory(shared_tmp):
     assert found == {shared_tmp / NAME / "a" / "b"}
 
 
-@pytest.mark.parametrize("plant", [planted_fifo, planted_link, planted_directory])
-def test_what_is_no_file_is_not_read_and_not_waited_for(tmp_path, plant):
-    plant(tmp_path / "a")
-    with pytest.raises(OSError):  # noqa: PT011 of several kinds
-        read_own(tmp_path / "a", 10)
-
-
-def test_a_link_to_an_endless_file_is_not_read(tmp_path):
-    (tmp_path / "a").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="symbolic links"):
-        read_own(tmp_path / "a", 10)
-
-
-def test_a_file_that_is_too_long_is_not_read(tmp_path):
+def test_what_is_no_file_or_too_long_is_not_read_and_not_waited_for(tmp_path):
+    for number, plant in enumerate([*PLANTED[:3], lambda path: path.symlink_to("/dev/zero")]):
+        plant(tmp_path / str(number))
+        with pytest.raises(OSError):  # noqa: PT011 of several kinds
+            read_own(tmp_path / str(number), 10)
     (tmp_path / "a").write_bytes(b"x" * 11)
     with pytest.raises(OSError, match="longer than 10 bytes"):
         read_own(tmp_path / "a", 10)
@@ -149,19 +112,13 @@ def test_a_second_name_is_opened_only_where_no_other_user_can_have_made_it(tmp_p
 
 
 @needs_root
-def test_a_second_name_in_another_users_directory_is_not_opened(shared_tmp, tmp_path):
+def test_a_second_name_in_another_users_directory_or_its_file_is_not_opened(shared_tmp, tmp_path):
     (tmp_path / "key").write_text("private")
-    as_nobody(lambda: (shared_tmp / "theirs").mkdir())
+    as_nobody(lambda: ((shared_tmp / "theirs").mkdir(), (shared_tmp / "b").touch()))
     os.link(tmp_path / "key", shared_tmp / "theirs" / "a")
-    with pytest.raises(PermissionError, match="not a regular file of this user alone"):
-        open_own(shared_tmp / "theirs" / "a")
-
-
-@needs_root
-def test_a_file_of_another_user_is_not_read(shared_tmp):
-    as_nobody(lambda: (shared_tmp / "a").touch())
-    with pytest.raises(PermissionError, match="not a regular file of this user alone"):
-        read_own(shared_tmp / "a", 10)
+    for path in (shared_tmp / "theirs" / "a", shared_tmp / "b"):
+        with pytest.raises(PermissionError, match="not a regular file of this user alone"):
+            open_own(path)
 
 
 def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path, monkeypatch):

@@ -62,72 +62,44 @@ def joined(thread: threading.Thread) -> None:
     assert not thread.is_alive()
 
 
-def test_an_open_run_lets_rows_and_calls_pass():
+def test_rows_pass_until_the_run_ends_and_each_end_sends_those_that_are_kept():
     run = Run()
     run.log(1)
     assert run.gate.call(lambda: "result") == "result"
     with pytest.raises(ZeroDivisionError):
         run.gate.call(lambda: 1 / 0)
-    run.log(2)
-    assert (run.gate.state, run.events) == ("open", [1, 2])
-
-
-def test_what_is_logged_after_the_end_is_kept_and_the_run_stays_ended():
-    run = Run()
-    run.gate.end(run.finish)
-    run.log(1)
-    assert run.gate.call(lambda: "result", lambda: "instead") == "instead"
-    assert run.gate.call(lambda: "result") is None
-    assert (run.gate.state, run.events, run.kept) == ("ended", ["end"], [1])
-
-
-def test_a_run_ends_once_and_what_is_kept_is_sent_by_each_end():
-    run = Run()
-    run.end()
-    run.log(1)
-    run.end()
-    run.log(2)
-    run.end(is_last=True)
-    assert (run.gate.state, run.events) == ("finished", ["end", [], [1], [1, 2]])
-
-
-def test_rows_are_kept_while_the_run_ends():
-    run = Run()
     ending = run.ending()
-    assert run.gate.state == "ending"
-    run.log(1)
-    assert (run.events, run.kept) == ([], [1])
+    run.log(2)
+    assert (run.events, run.kept) == ([1], [2])
     run.may_end.set()
     joined(ending)
-    assert (run.events, run.gate.state) == (["end"], "ended")
+    assert run.gate.call(lambda: "result", lambda: "instead") == "instead"
+    run.log(3)
+    run.end()
+    run.log(4)
+    run.end(is_last=True)
+    assert (run.gate.state, run.events) == ("finished", [1, "end", [2, 3], [2, 3, 4]])
+    assert run.gate.call(lambda: "result") is None
+
+
+def gone() -> None:
+    raise GoneError
 
 
 @pytest.mark.parametrize(("is_last", "state"), [(False, "ended"), (True, "finished")])
-def test_an_error_of_the_end_leaves_the_run_ended_and_what_is_kept_is_sent(is_last, state):
+def test_an_error_and_a_death_at_the_end_leave_the_run_ended_and_what_is_kept_is_sent(is_last, state):
     run = Run()
     with pytest.raises(ZeroDivisionError):
         run.gate.end(lambda: 1 / 0, lambda: run.events.append("sent"), is_last=is_last)
     assert (run.gate.state, run.events, run.gate.is_ender) == (state, ["sent"], False)
+    run = Run()
+    run.gate.end(gone, lambda: run.events.append("sent"), is_last=is_last)
+    assert (run.gate.state, run.events) == (state, ["died", "sent"])
 
 
-def test_a_slow_call_of_one_thread_does_not_hold_up_another():
-    run, may_return, is_in = Run(), threading.Event(), threading.Event()
-
-    def slow() -> None:
-        is_in.set()
-        assert may_return.wait(LONGEST_S)
-        run.events.append("slow")
-
-    logging = in_thread(run.gate.call, slow)
-    assert is_in.wait(LONGEST_S)
-    run.log(1)
-    may_return.set()
-    joined(logging)
-    assert run.events == [1, "slow"]
-
-
-def test_one_at_a_time_passes_if_the_gate_says_so():
-    run, may_return, is_in = Run(one_at_a_time=True), threading.Event(), threading.Event()
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+def test_a_slow_call_holds_up_others_only_if_one_at_a_time_passes(one_at_a_time):
+    run, may_return, is_in = Run(one_at_a_time=one_at_a_time), threading.Event(), threading.Event()
 
     def slow() -> None:
         is_in.set()
@@ -136,15 +108,15 @@ def test_one_at_a_time_passes_if_the_gate_says_so():
 
     threads = [in_thread(run.gate.call, slow)]
     assert is_in.wait(LONGEST_S)
-    threads += [in_thread(run.log, 1), in_thread(run.gate.end, run.finish)]
-    for thread in threads[1:]:
-        thread.join(0.05)
-    assert run.events == []
+    threads.append(in_thread(run.log, 1))
+    threads[1].join(0.05 if one_at_a_time else LONGEST_S)
+    assert run.events == ([] if one_at_a_time else [1])
+    threads.append(in_thread(run.gate.end, run.finish))
     may_return.set()
     for thread in threads:
         joined(thread)
-    assert run.events[0] == "slow"
-    assert 1 in (run.kept or run.events[: run.events.index("end")])
+    assert {*run.events, *run.kept} == {"slow", 1, "end"}
+    assert run.events.index("slow") < run.events.index("end")
 
 
 def test_the_end_waits_for_a_call_of_another_thread_and_not_for_one_that_hangs(monkeypatch):
@@ -229,47 +201,10 @@ def test_a_forked_child_is_refused_and_takes_no_lock(caplog):
     assert run.events == [1]
 
 
-def test_a_death_in_a_call_ends_the_run_and_the_row_is_kept():
+def test_a_death_in_a_call_ends_the_run_without_its_service_and_the_row_is_kept():
     run = Run()
-
-    def call() -> None:
-        raise GoneError
-
-    run.gate.call(call, lambda: run.kept.append("row"))
+    run.gate.call(gone, lambda: run.kept.append("row"))
     run.log("next")
     assert (run.gate.state, run.events, run.kept) == ("ended", ["died"], ["row", "next"])
-
-
-def test_a_death_that_two_threads_see_counts_once():
-    run, both = Run(), threading.Barrier(2)
-
-    def dies() -> None:
-        both.wait(LONGEST_S)
-        raise GoneError
-
-    threads = [in_thread(run.gate.call, dies, lambda: run.kept.append("row")) for _ in range(2)]
-    for thread in threads:
-        joined(thread)
-    assert (run.events, run.kept) == (["died"], ["row", "row"])
-
-
-@pytest.mark.parametrize(("is_last", "state"), [(False, "ended"), (True, "finished")])
-def test_a_death_at_the_end_ends_the_run_and_what_is_kept_is_sent(is_last, state):
-    run = Run()
-
-    def finish() -> None:
-        raise GoneError
-
-    run.gate.end(finish, lambda: run.events.append("sent"), is_last=is_last)
-    assert (run.gate.state, run.events) == (state, ["died", "sent"])
-
-
-def test_a_run_whose_service_has_died_is_not_ended_in_it():
-    run = Run()
-    run.gate.mark_dead(GoneError())
     run.end(is_last=True)
-    assert run.events == ["died", []]
-
-
-def test_the_gate_shows_its_run_and_state():
-    assert repr(Run().gate) == "Gate(A service: run run-1 is open)"
+    assert run.events == ["died", ["row", "next"]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import sysconfig
-import threading
 import time
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job.board import Board, OwnStore
-from flyteplugins_tracking._job.hang import Frame, RollCallDuty, frames_of, place_of, verdict_of
+from flyteplugins_tracking._job.hang import Frame, RollCallDuty, place_of, verdict_of
 
 TIMEOUT_S = 1000.0
 
@@ -90,28 +88,7 @@ def test_the_primary_says_which_rank_does_not_answer(board, hang):
     assert rank.reports[0].endswith("; rank 1 does not answer")
 
 
-# Where ranks are
-
-
 LIBRARY = f"{sysconfig.get_path('purelib')}/torch/distributed/distributed_c10d.py"
-
-
-def test_the_frames_of_a_thread_are_its_calls_the_innermost_first():
-    release, started = threading.Event(), threading.Event()
-
-    def waits() -> None:
-        started.set()
-        release.wait(60)
-
-    thread = threading.Thread(target=waits)
-    thread.start()
-    started.wait(60)
-    assert thread.ident is not None
-    functions = [frame.function for frame in frames_of(sys._current_frames()[thread.ident])]
-    release.set()
-    thread.join()
-    assert functions.index("waits") > functions.index("wait")
-    assert frames_of(None) == []
 
 
 def test_a_place_is_the_users_line_and_the_innermost_function():

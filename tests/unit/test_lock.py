@@ -66,8 +66,9 @@ def acquired(name: str = "a", timeout_s: float = 0) -> RunLock:
 
 
 def test_a_lock_has_one_holder_in_a_process_and_leaves_no_file(directory):
-    held = acquired()
-    assert RunLock.acquire("a") is None
+    held, started = acquired(), time.monotonic()
+    assert RunLock.acquire("a", LONG_S) is None  # this process is not waited for
+    assert time.monotonic() - started < LONG_S / 2
     acquired("b").release()
     assert len(list(directory.iterdir())) == 1
     held.release()
@@ -141,14 +142,6 @@ def test_a_holder_of_another_family_is_waited_for():
         assert 0.1 < time.monotonic() - started < LONG_S
 
 
-def test_this_process_is_not_waited_for():
-    held = acquired()
-    started = time.monotonic()
-    assert RunLock.acquire("a", LONG_S) is None
-    assert time.monotonic() - started < LONG_S / 2
-    held.release()
-
-
 def test_processes_that_come_and_go_never_hold_it_together(tmp_path):
     """Each removes the file that another one may have just opened."""
     program = (
@@ -191,7 +184,7 @@ def test_another_user_cannot_hold_our_lock(shared_tmp):
     assert time.monotonic() - started < LONG_S / 2
 
 
-def test_where_there_are_no_locks_no_file_says_that_there_is_a_holder(monkeypatch, tmp_path):
+def test_where_there_are_no_locks_or_no_directory_no_file_says_that_there_is_a_holder(monkeypatch, tmp_path):
     def refuse(_: int) -> None:
         raise OSError(errno.ENOLCK, "made to fail")
 
@@ -200,8 +193,6 @@ def test_where_there_are_no_locks_no_file_says_that_there_is_a_holder(monkeypatc
         RunLock.of_file(tmp_path / "a.lock")
     assert not (tmp_path / "a.lock").exists()
 
-
-def test_without_a_directory_the_lock_counts_as_free(monkeypatch):
     def nowhere(*_: str) -> Path:
         raise OSError
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 import traceback
-from pathlib import Path
 
 import pytest
 import wandb
+from support.away import Away, log
 from support.jobs import PACKAGE
 
 from flyteplugins_tracking import DistributedInfo, TopologyError, override_distributed_info, tracking_init
-from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers import ClientHandle, Handle, RunRequest, Tracker, open_or_keep
+from flyteplugins_tracking.trackers import Handle, RunRequest, Tracker
 
 
 class ViewedRun(Handle):
@@ -108,53 +107,18 @@ def test_a_client_without_a_viewer_is_not_told_to_use_it(monkeypatch, bare_envir
     assert line.startswith("wandb: to look at run older: send it: flyteplugins-tracking send ")
 
 
-def test_the_last_line_of_a_run_in_files_says_how_to_send_it(monkeypatch, tmp_path, capsys):
-    class UnavailableTracker(Tracker):
-        name, title = "trackio", "Away"
-
-        def open(self, request: RunRequest) -> Handle:
-            return open_or_keep(request, self, self.open_at_service)
-
-        def open_at_service(self) -> ClientHandle:
-            raise TrackerUnavailableError("Away does not answer.")
-
-    @tracking_init(tracker=UnavailableTracker(), project="p", id="local", if_unavailable="degrade")
-    def train() -> None:
-        pass
-
+def test_a_run_in_files_says_how_to_send_it_with_a_command_for_a_shell_whatever_the_id_is(
+    monkeypatch, tmp_path, caplog, capsys
+):
+    monkeypatch.setattr(Away, "name", "trackio")
     monkeypatch.chdir(tmp_path)
-    train()
-    (line,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("trackio: to look at run local: ")
-    ]
-    assert line.endswith(f": flyteplugins-tracking send {Path('tracking-offline', 'trackio-local').absolute()}")
-
-
-def test_a_command_in_a_message_is_one_for_a_shell_whatever_the_id_is(monkeypatch, tmp_path, caplog):
-    class UnavailableTracker(Tracker):
-        name, title = "trackio", "Away"
-
-        def open(self, request: RunRequest) -> Handle:
-            return open_or_keep(request, self, self.open_at_service)
-
-        def open_at_service(self) -> ClientHandle:
-            raise TrackerUnavailableError("Away does not answer.")
-
     run_id = "a b; touch c $(touch d) `e` 'f'"
-
-    @tracking_init(tracker=UnavailableTracker(), project="p", id=run_id, if_unavailable="degrade")
-    def train() -> None:
-        pass
-
-    monkeypatch.chdir(tmp_path)
-    train()
+    log(None, [], id=run_id)
     (message,) = [record.message for record in caplog.records if "flyteplugins-tracking send" in record.message]
-    command = message.partition("Away answers: ")[2]
-    assert shlex.split(command) == [
-        "flyteplugins-tracking",
-        "send",
-        str(tmp_path / "tracking-offline" / f"trackio-{run_id}"),
-    ]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trackio: to look at run a b;")]
+    directory = str(tmp_path / "tracking-offline" / f"trackio-{run_id}")
+    assert shlex.split(message.partition("Away answers: ")[2]) == ["flyteplugins-tracking", "send", directory]
+    assert line.endswith(message.partition("Away answers: ")[2])
 
 
 @pytest.mark.parametrize(("run_mode", "warnings"), [("auto", 1), ("new", 1), ("shared", 0)])

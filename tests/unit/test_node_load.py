@@ -16,9 +16,9 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import pulse
-from flyteplugins_tracking._job.board import Board, OwnStore, to_text
+from flyteplugins_tracking._job.board import Board, OwnStore
 from flyteplugins_tracking._job.node_load import LoadMeter, metrics
-from flyteplugins_tracking._job.pulse import Pulse, PulseDuty
+from flyteplugins_tracking._job.pulse import PulseDuty
 
 GIB = 2**30
 RATES = {"net/sent_mb_s", "net/recv_mb_s", "disk/read_mb_s", "disk/write_mb_s"}
@@ -78,12 +78,6 @@ def test_what_psutil_cannot_read_costs_its_values_with_one_warning(meter, monkey
     ]
 
 
-def test_a_machine_without_a_disk_has_no_rates_of_disks(meter, monkeypatch, caplog):
-    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
-    assert not [key for key in meter.measure() if key.startswith("disk")]
-    assert caplog.records == []
-
-
 def test_without_psutil_the_pulse_goes_on_without_the_node_and_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "psutil", None)
     rows: list[Any] = []
@@ -93,10 +87,8 @@ def test_without_psutil_the_pulse_goes_on_without_the_node_and_says_what_to_inst
     duty.end(has_failed=False)
     assert rows
     assert not [key for key in rows[-1] if key.startswith("nodes/")]
-    assert [record.getMessage() for record in caplog.records] == [
-        "the run does not show the load of this node: psutil is not installed: "
-        "pip install 'flyteplugins-tracking[pulse]'"
-    ]
+    (message,) = caplog.messages
+    assert message.endswith("psutil is not installed: pip install 'flyteplugins-tracking[pulse]'")
 
 
 @pytest.mark.parametrize(("arguments", "is_loaded"), [("", False), (", pulse_s=60", True)])
@@ -184,19 +176,28 @@ def test_each_gpu_has_its_values_and_nvml_is_let_go_at_the_end(meter, nvml):
     assert gpus(meter) == {}
 
 
-@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(meter, nvml, caplog, name):
-    fake = nvml(name)
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("nvmlInit", RuntimeError, ["the run does not show the gpus of this node: RuntimeError: Not Supported"]),
+        (
+            "nvmlDeviceGetCount",
+            RuntimeError,
+            ["the run does not show the gpus of this node: RuntimeError: Not Supported"],
+        ),
+        ("nvmlInit", Nvml.NVMLError_LibraryNotFound, []),  # a machine without Nvidia's driver
+    ],
+)
+def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(meter, nvml, caplog, name, error, told):
+    fake = nvml(name, error)
     assert [gpus(meter), gpus(meter)] == [{}, {}]
     assert "cpu" in meter.measure()
     assert fake.calls.count(name) == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "the run does not show the gpus of this node: RuntimeError: Not Supported"
-    ]
+    assert caplog.messages == told
     meter.close()
 
 
-@pytest.mark.parametrize("lost", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("lost", [{1}, {0, 1}])
 def test_a_gpu_that_is_lost_costs_its_own_values_and_each_kind_of_them_is_told_once(meter, nvml, caplog, lost):
     nvml().lost = lost
     expected = {key: value for gpu in (0, 1) if gpu not in lost for key, value in of_gpu(gpu).items()}
@@ -211,7 +212,7 @@ def test_a_gpu_that_is_lost_costs_its_own_values_and_each_kind_of_them_is_told_o
 def test_a_call_of_nvml_that_hangs_costs_the_gpus_alone_and_none_is_made_again(meter, nvml, caplog, monkeypatch, name):
     monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
     fake = nvml()
-    fake.hangs[name] = released = threading.Event()
+    fake.hangs[name] = fake.hangs["nvmlShutdown"] = released = threading.Event()
     assert [gpus(meter), gpus(meter)] == [{}, {}]
     assert "cpu" in meter.measure()
     assert fake.calls.count(name) == 1
@@ -221,26 +222,6 @@ def test_a_call_of_nvml_that_hangs_costs_the_gpus_alone_and_none_is_made_again(m
     meter.close()
     assert "nvmlShutdown" not in fake.calls
     released.set()
-
-
-def test_an_end_of_nvml_that_hangs_is_not_waited_for(meter, nvml, monkeypatch):
-    fake = nvml()
-    meter.measure()
-    fake.hangs["nvmlShutdown"] = released = threading.Event()
-    monkeypatch.setattr("flyteplugins_tracking._job.node_load._CLOSE_S", 0.01)
-    meter.close()
-    released.set()
-
-
-def test_a_machine_without_nvidias_driver_has_no_gpus_and_says_nothing(meter, nvml, caplog):
-    fake = nvml("nvmlInit", Nvml.NVMLError_LibraryNotFound)
-    assert [gpus(meter), gpus(meter)] == [{}, {}]
-    assert (fake.calls, caplog.records) == (["nvmlInit"], [])
-
-
-def test_the_first_16_gpus_of_a_node_are_shown(meter, nvml):
-    nvml(gpus=40)
-    assert len(gpus(meter)) == 16 * 4
 
 
 # What the run shows
@@ -257,12 +238,22 @@ def load(gpus: int = 0, **more: float) -> dict[str, float]:
     return {"cpu": 12.34, "memory": 56.78, **rates, **of_gpus, **more}
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 8])
-def test_up_to_8_nodes_each_is_shown_with_each_of_its_gpus(nodes):
-    row = metrics({node: load(8) for node in range(nodes)}, nodes)
-    assert len(row) == nodes * 38
-    assert row[f"nodes/{nodes - 1}/cpu"] == 12.34
-    assert row[f"nodes/{nodes - 1}/gpu/7/power_w"] == 1234.56
+def test_up_to_8_nodes_each_is_shown_with_each_of_its_gpus():
+    for nodes in (1, 2, 8):
+        row = metrics({node: load(8) for node in range(nodes)}, nodes)
+        assert len(row) == nodes * 38
+        assert row[f"nodes/{nodes - 1}/cpu"] == 12.34
+        assert row[f"nodes/{nodes - 1}/gpu/7/power_w"] == 1234.56
+        assert metrics({}, nodes) == {}
+
+
+def test_a_row_of_many_nodes_is_below_4_kilobytes_and_keeps_its_keys_while_few_of_them_are_there():
+    random = Random(1)
+    for nodes in (9, 1024):
+        of_nodes = {n: {k: round(random.uniform(0, v), 2) for k, v in load(16).items()} for n in range(nodes)}
+        assert len(json.dumps(metrics(of_nodes, nodes))) < 4000
+    row = metrics({3: load(), 4: load()}, 128)
+    assert (row["nodes/cpu/mean"], row["nodes/worst/1/node"], "nodes/worst/3/node" in row) == (12.34, 3, False)
 
 
 def test_of_more_nodes_the_range_the_mean_and_the_three_farthest_from_it_are_shown():
@@ -278,26 +269,8 @@ def test_of_more_nodes_the_range_the_mean_and_the_three_farthest_from_it_are_sho
     assert (row["nodes/worst/1/gpu/util"], row["nodes/worst/2/cpu"], row["nodes/worst/3/memory"]) == (50.0, 70.0, 99.0)
     assert row["nodes/net/sent_mb_s/min"] == 0.0
     assert not [key for key in row if key.startswith("nodes/17")]
-
-
-def test_of_equal_nodes_the_first_ones_are_shown():
-    row = metrics({node: load() for node in range(9)}, 9)
+    row = metrics({node: load() for node in range(9)}, 9)  # of equal nodes the first ones
     assert [row.get(f"nodes/worst/{place}/node") for place in (1, 2, 3, 4)] == [0, 1, 2, None]
-
-
-@pytest.mark.parametrize("nodes", [9, 64, 128, 1024])
-def test_a_row_of_many_nodes_is_below_4_kilobytes(nodes):
-    random = Random(1)
-    loads = {
-        node: {key: round(random.uniform(0, value), 2) for key, value in load(16).items()} for node in range(nodes)
-    }
-    assert len(json.dumps(metrics(loads, nodes))) < 4000
-
-
-def test_a_job_of_many_nodes_keeps_its_keys_while_few_of_them_are_there():
-    row = metrics({3: load(), 4: load()}, 128)
-    assert (row["nodes/cpu/mean"], row["nodes/worst/1/node"], "nodes/worst/3/node" in row) == (12.34, 3, False)
-    assert metrics({}, 128) == metrics({}, 2) == {}
 
 
 @pytest.mark.parametrize(
@@ -320,10 +293,3 @@ def test_local_rank_0_alone_measures_its_node(monkeypatch, info, node):
     duty.end(has_failed=False)
     assert len(measured) == (node is not None)
     assert pulse.read(board.of_topic("pulse"), 4)[info.rank].load == {}
-
-
-def test_the_load_costs_the_board_no_request_of_its_own_and_fits_into_a_pulse():
-    text = to_text(Pulse(0.1234567890123456, 0.123456789012345, 2**40, 2**40, node=127, load=load(16)))
-    board = Board(OwnStore(), "pulse")
-    board.put("0", " " * len(text) + text)
-    assert pulse.read(board, 1)[0].load == load(16)

@@ -8,10 +8,8 @@ import logging
 import pickle
 import re
 import sys
-import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.pluto_server import KEY
@@ -20,12 +18,6 @@ from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
 from flyteplugins_tracking.trackers.pluto import TRACKER, vendor
-
-
-@pytest.mark.parametrize("run_id", ["42", "ABC-1", "a/b"])
-def test_ids_that_pluto_would_misread_are_refused_at_decoration(run_id):
-    with pytest.raises(ConfigError, match=re.escape(run_id)):
-        tracking_init(tracker="pluto", id=run_id)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +29,8 @@ def test_ids_that_pluto_would_misread_are_refused_at_decoration(run_id):
         ({"config": "config.yaml"}, "config= as a mapping"),
         ({"download_logs": True}, "Pluto does not support download_logs=True"),
         ({"entity": "team"}, "no argument 'entity'"),
+        # Ids that Pluto would misread.
+        *(({"id": run_id}, run_id) for run_id in ("42", "ABC-1", "a/b")),
     ],
 )
 def test_unsupported_arguments_are_refused_at_decoration_with_the_reason(arguments, reason):
@@ -47,15 +41,18 @@ def test_unsupported_arguments_are_refused_at_decoration_with_the_reason(argumen
 
 @pytest.mark.parametrize(("made", "run_id"), [("7-12345678", "run-7-12345678"), ("job-1a2b", "job-1a2b")])
 def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment, made, run_id):
-    bare_environment.setattr("flyteplugins_tracking.trackers.kept.open_or_keep", lambda request, *_: request)
-    opened: Any = TRACKER.open(_request(made))
-    assert opened.plan.run_id == run_id
+    def open_run(request, *_):
+        raise ConfigError(request.plan.run_id)
+
+    bare_environment.setattr("flyteplugins_tracking.trackers.client.new_id", lambda: made)
+    bare_environment.setattr("flyteplugins_tracking.trackers.kept.open_or_keep", open_run)
+    bare_environment.setattr("flyteplugins_tracking._runs.opening.require", lambda _: None)
+    with pytest.raises(ConfigError, match=f"^{run_id}$"):
+        tracking_init(tracker="pluto")(lambda: None)()
 
 
 def test_a_journal_names_no_directory_but_one_of_a_clients_files(tmp_path):
     """Its files are uploaded, and it is removed."""
-    from flyteplugins_tracking.trackers.pluto import vendor
-
     folder, name = tmp_path / ".pluto", vendor.name_of_directory("train", 3, 1)
     for made in (name, name.replace("train", "train-2"), "photos"):
         (folder / made).mkdir(parents=True)
@@ -66,64 +63,56 @@ def test_a_journal_names_no_directory_but_one_of_a_clients_files(tmp_path):
     assert [one for one in tried if vendor.is_clients_directory(f"{folder}/{one}", "train")] == [name]
 
 
-def test_a_journal_posts_nothing_but_what_describes_its_own_run(monkeypatch):
-    pytest.importorskip("httpx")
-    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
-    from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
-
-    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
-    sink, posted = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(MetricSanitizer("Pluto"))), []
-    monkeypatch.setattr(sink, "_takes", lambda path, content: bool(posted.append((path, json.loads(content)))) or True)
-    posts = [["status/update", {"status": "FAILED"}], ["../../x", {}], ["tags/update", {"tags": ["a"], "runId": 1}]]
-    sink.send([{"call": "pluto/post", "args": args, "kwargs": {}, "id": "x"} for args in posts], None)
-    assert posted == [("/api/runs/tags/update", {"tags": ["a"], "runId": 7})]
-
-
-def test_a_value_that_the_service_does_not_take_costs_no_other_value_of_a_kept_row(monkeypatch, caplog):
+@pytest.fixture
+def sink(monkeypatch):
+    """Pluto's sink, of run 7; and what it has posted that the service takes, by path."""
     pytest.importorskip("httpx")
     from flyteplugins_tracking.trackers.pluto.run import PlutoSanitizer
     from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
     from flyteplugins_tracking.trackers.rows import Steps
 
     settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
-    values, taken = PlutoSanitizer("Pluto", ""), dict[str, str]()
+    values = PlutoSanitizer("Pluto", "")
     sink = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(values), values.accepted)
-    monkeypatch.setattr(sink, "_takes", lambda path, content: taken.update({path: content}) or True)
+    sink.values, sink.posted = values, defaultdict(list)
+    monkeypatch.setattr(sink, "_takes", lambda path, content: sink.posted[path].append(content) or True)
+    return sink
+
+
+def test_a_journal_posts_nothing_but_what_describes_its_own_run(sink):
+    posts = [["status/update", {"status": "FAILED"}], ["../../x", {}], ["tags/update", {"tags": ["a"], "runId": 1}]]
+    sink.send([{"call": "pluto/post", "args": args, "kwargs": {}, "id": "x"} for args in posts], None)
+    assert list(sink.posted) == ["/api/runs/tags/update"]
+    assert json.loads(sink.posted["/api/runs/tags/update"][0]) == {"tags": ["a"], "runId": 7}
+
+
+def test_a_value_that_the_service_does_not_take_costs_no_other_value_of_a_kept_row(sink, caplog):
     row = {"n": 1, "seed": 2**70, "huge": 10**400, "text": "a" * 300, "label": "a"}
-    assert values.clean(row) == {"n": 1, "seed": 2.0**70, "label": "a"}
+    assert sink.values.clean(row) == {"n": 1, "seed": 2.0**70, "label": "a"}
     sink.send([{"row": row, "step": 1, "time": 1.0, "id": "x", "is_kept": True}], None)
-    assert json.loads(taken["/ingest/metrics"])["data"] == {"n": 1, "seed": 2.0**70}
-    assert taken["/ingest/data"].count("\n") == 1
+    assert json.loads(sink.posted["/ingest/metrics"][0])["data"] == {"n": 1, "seed": 2.0**70}
+    assert sink.posted["/ingest/data"][0].count("\n") == 1
     assert "larger than any float" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("numbers", "bad", "error"),
     [
-        ([1, 2, 3], [2], RejectedError),
         ([1, 2, 3], [1, 2], RejectedError),
         ([1], [1], AwayError),  # the service has taken no row yet: it may be in trouble
         ([1, 2, 3], [1, 2, 3], AwayError),
         ([0, 1], [1], RejectedError),
     ],
 )
-def test_rows_are_rejected_if_the_service_takes_others_and_else_it_is_away(monkeypatch, numbers, bad, error):
+def test_rows_are_rejected_if_the_service_takes_others_and_else_it_is_away(sink, monkeypatch, numbers, bad, error):
     """The service has the same answer to what it cannot read and to its own troubles."""
-    pytest.importorskip("httpx")
-    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
-    from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
-
-    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
-    sink, taken = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(MetricSanitizer("Pluto"))), []
+    taken: list[int] = []
 
     def takes(path: str, content: str) -> bool:
-        if path != "/ingest/metrics":
-            return True
-        values = [json.loads(line)["data"]["a"] for line in content.splitlines()]
-        if any(value in bad for value in values):
-            return False
-        taken.extend(values)
-        return True
+        values = [json.loads(line)["data"]["a"] for line in content.splitlines()] if path == "/ingest/metrics" else []
+        is_taken = not any(value in bad for value in values)
+        taken.extend(values if is_taken else [])
+        return is_taken
 
     monkeypatch.setattr(sink, "_takes", takes)
     lines = [{"row": {"a": number}, "step": number, "time": 1.0, "id": "x"} for number in numbers]
@@ -135,15 +124,8 @@ def test_rows_are_rejected_if_the_service_takes_others_and_else_it_is_away(monke
     assert set(taken) == set(numbers) - set(bad)
 
 
-def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(monkeypatch, tmp_path):
+def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(sink, monkeypatch, tmp_path):
     """The end of a run waits for the file as long as it does."""
-    pytest.importorskip("httpx")
-    from flyteplugins_tracking.trackers.pluto import vendor
-    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
-    from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
-
-    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
-    sink = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(MetricSanitizer("Pluto")))
     folder = tmp_path / ".pluto" / vendor.name_of_directory("x", 0, 0)
     folder.mkdir(parents=True)
     (folder / "a.png").write_bytes(b"png")
@@ -163,24 +145,6 @@ def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(monkey
     answers.insert(0, {})
     assert not sink.answers()
     assert (seen, sink.has_files) == ([True, False], False)
-
-
-def _request(run_id: str) -> Any:
-    from flyteplugins_tracking._rank.plan import RunPlan
-    from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
-
-    return RunRequest(
-        plan=RunPlan(opens=True, run_id=run_id, primary=True, writers=1),
-        planned_run_id=run_id,
-        config=TrackingConfig(tracker="pluto"),
-        info=None,
-        has_other_writers=False,
-        run_metadata={},
-        read_secret=lambda: None,
-        may_prompt=False,
-        sigterm=NoSigterm(),
-        deadline=time.monotonic() + 1,
-    )
 
 
 @pytest.mark.parametrize(
@@ -256,11 +220,11 @@ def test_a_log_of_the_client_on_a_full_disk_prints_nothing_that_it_would_capture
             log.removeHandler(handler)
 
 
-@pytest.mark.parametrize("text", ["<html>Please sign in</html>", "", "[]", "{}", '{"runId": null}', "null"])
-def test_an_answer_of_something_else_than_pluto_is_a_refusal(text):
+def test_an_answer_of_something_else_than_pluto_is_a_refusal():
     httpx = pytest.importorskip("httpx")
     from flyteplugins_tracking.trackers.pluto.open import RefusedError, _number_in
 
     assert _number_in(httpx.Response(200, text='{"runId": 7}'), "at x") == 7
-    with pytest.raises(RefusedError, match="not as Pluto answers: check the address, at x"):
-        _number_in(httpx.Response(200, text=text), "at x")
+    for text in ("<html>Please sign in</html>", "", "[]", "{}", '{"runId": null}', "null"):
+        with pytest.raises(RefusedError, match="not as Pluto answers: check the address, at x"):
+            _number_in(httpx.Response(200, text=text), "at x")

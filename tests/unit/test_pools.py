@@ -15,7 +15,6 @@ from flyteplugins_tracking import DistributedInfo, get_distributed_info
 from flyteplugins_tracking._rank import children, pools, topology
 from flyteplugins_tracking._rank.pools import POOLS, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
-from flyteplugins_tracking._runs.calls import state
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import TopologyError
 
@@ -39,28 +38,21 @@ def in_pool(request: pytest.FixtureRequest) -> tuple[str, Callable[[Callable[[],
 
 
 @pytest.mark.parametrize("around", [SLURM, OPENMPI], ids=["slurm", "openmpi"])
-def test_what_is_around_a_pool_makes_no_rank_of_its_worker(in_pool, around, bare_environment, monkeypatch):
+def test_what_is_around_a_pool_makes_no_rank_of_its_worker_and_what_the_worker_sets_does(
+    in_pool, around, bare_environment, monkeypatch
+):
     name, call = in_pool
     monkeypatch.setattr(children, "variables_at_birth", lambda: around)
     assert detect(around) is not None
     assert call(lambda: detect(around)) is None
     pool = call(lambda: examine(around)).pool
     assert pool is not None
-    assert pool.name == name
-    assert "has called this function" in pool.reason
-
-
-def test_variables_that_a_worker_sets_make_it_a_rank(in_pool, bare_environment, monkeypatch):
-    name, call = in_pool
-    monkeypatch.setattr(children, "variables_at_birth", lambda: SLURM)
-    env = {**SLURM, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    info = call(lambda: detect(env))
+    assert (pool.name, "has called this function" in pool.reason) == (name, True)
+    info = call(lambda: detect({**around, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}))
     assert (info.rank, info.world_size, info.launcher) == (1, 2, name)
-
-
-def test_variables_that_a_helper_leaves_behind_make_no_node(in_pool, bare_environment):
-    """RANK and WORLD_SIZE alone are those of a pod; a worker of a pool is no pod's only process."""
-    _, call = in_pool
+    # As Spark's TorchDistributor starts it: its own store names the run.
+    assert call(lambda: detect({**around, **TORCHRUN})).launcher == "torchelastic"
+    # RANK and WORLD_SIZE alone are those of a pod; a worker of a pool is no pod's only process.
     assert call(lambda: detect({"RANK": "1", "WORLD_SIZE": "2"})) is None
     assert call(lambda: detect({"RANK": "1"})) is None
 
@@ -83,28 +75,20 @@ def test_the_variables_of_a_group_that_has_ended_or_is_another_one_are_refused(b
     assert call(lambda: detect({})) is None
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        ("ray::IDLE", "ray"),
-        ("ray::train()", "ray"),
-        ("/venv/ray/core/src/ray/raylet/raylet --raylet_socket_name=x", "ray"),
-        ("/venv/bin/python /venv/bin/dask worker tcp://a:1", "dask"),
-        ("/venv/bin/python /venv/bin/dask-worker tcp://a:1", "dask"),
-        ("python -m distributed.cli.dask_worker tcp://a:1", "dask"),
-        ("python -m pyspark.daemon", "spark"),
-        ("python -m mpi4py.futures train.py", "mpi4py.futures"),
-        ("python train.py dask worker", None),
-        ("python train_with_ray.py", None),
-        ("python dask_training.py", None),
-        ("", None),
-    ],
-)
-def test_a_pool_is_known_by_its_command_line(command, name, monkeypatch):
-    monkeypatch.setattr(pools.proc, "command_line", lambda _: command.split(" "))
-    monkeypatch.setattr(os, "getpid", lambda: hash(command))  # another process: what is found is kept for each
-    found = innermost_pool()
-    assert (found and found.name) == name
+def test_a_pool_is_known_by_its_command_line(monkeypatch):
+    known = {
+        "ray": ("ray::IDLE", "ray::train()", "/venv/ray/core/src/ray/raylet/raylet --raylet_socket_name=x"),
+        "dask": ("python /venv/bin/dask worker tcp://a:1", "python -m distributed.cli.dask_worker tcp://a:1"),
+        "spark": ("python -m pyspark.daemon",),
+        "mpi4py.futures": ("python -m mpi4py.futures train.py",),
+        None: ("python train.py dask worker", "python train_with_ray.py", "python dask_training.py", ""),
+    }
+    for name, command in ((name, command) for name, commands in known.items() for command in commands):
+        monkeypatch.setattr(pools.proc, "command_line", lambda _, command=command: command.split(" "))
+        # Another process: what is found is kept for each.
+        monkeypatch.setattr(os, "getpid", lambda command=command: hash(command))
+        found = innermost_pool()
+        assert (found and found.name) == name, command
 
 
 def test_a_ray_driver_is_no_worker(bare_environment, monkeypatch):
@@ -123,13 +107,6 @@ def test_this_process_is_in_no_pool():
     assert topology.examine({}) == Detection()
 
 
-def test_a_torchrun_on_a_pools_worker_is_the_launcher(in_pool, bare_environment, monkeypatch):
-    """As Spark's TorchDistributor starts it: its own store names the run."""
-    _, call = in_pool
-    monkeypatch.setattr(children, "variables_at_birth", lambda: SLURM)
-    assert call(lambda: detect({**SLURM, **TORCHRUN})).launcher == "torchelastic"
-
-
 def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monkeypatch):
     """So that its retry goes on with the run."""
     context = SimpleNamespace(
@@ -144,16 +121,3 @@ def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monk
     monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.context", module)
     assert detect({}) == DistributedInfo(0, 1, 0, 1, 0, 1, launcher="ray", job_id="fitted-01234567")
     assert get_distributed_info() is None
-
-
-def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch):
-    worlds = [type("World", (), {})(), type("World", (), {})()]
-    found = Detection(DistributedInfo(1, 2, launcher="dask"), pools.Pool("dask", "", os.getpid()))
-
-    def count(world: Any) -> int:
-        monkeypatch.setattr(children, "default_group", lambda: world)
-        return state.count("wandb", pools.counts_of_world(found.info, found.pool))
-
-    assert [count(worlds[0]), count(worlds[0]), count(worlds[1]), count(worlds[0])] == [1, 2, 1, 3]
-    assert pools.counts_of_world(DistributedInfo(1, 2, launcher="slurm"), None) is None
-    assert pools.counts_of_world(None, None) is None

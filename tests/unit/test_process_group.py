@@ -60,10 +60,13 @@ def test_one_process_has_a_group_of_one(bare_environment, gpus):
     assert not dist.is_initialized()
 
 
-def test_a_local_rank_without_a_gpu_is_refused(place, gpus):
+def test_a_local_rank_without_a_gpu_and_a_timeout_that_cannot_work_are_refused(place, gpus):
     gpus(1)
     for backend in (None, "nccl", "cpu:gloo,cuda:nccl"):
         assert refusal(TopologyError, backend).startswith("this is local rank 1, but torch sees 1 GPUs")
+    for timeout_s in (0, "60"):
+        told = f"timeout_s must be a positive number of seconds, got {timeout_s!r}"
+        assert refusal(ConfigError, timeout_s=timeout_s).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +84,6 @@ def test_ranks_that_cannot_meet_are_refused(place, gpus, variables, message):
     place(**variables)
     with pytest.raises(TopologyError, match=message), process_group():
         pytest.fail("not refused")
-
-
-@pytest.mark.parametrize("timeout_s", [0, "60"])
-def test_a_timeout_that_cannot_work_is_refused(place, gpus, timeout_s):
-    with pytest.raises(ConfigError, match=f"timeout_s must be a positive number of seconds, got {timeout_s!r}"):
-        process_group(timeout_s=timeout_s).__enter__()
 
 
 @pytest.mark.parametrize(("num_workers", "has_old_addresses"), [(1, False), (2, True)])

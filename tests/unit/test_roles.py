@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import jobs
 
 from flyteplugins_tracking import ConfigError, IdentityError, get_run, tracking_init
 from flyteplugins_tracking._commands.watch import _name_of
@@ -21,10 +16,8 @@ from flyteplugins_tracking._rank.plan import RunPlan, plan
 from flyteplugins_tracking.testing import simulate
 from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
-from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.rows import RowBuffer, RowPath
 from flyteplugins_tracking.trackers.wandb import outbox
-from flyteplugins_tracking.trackers.wandb.roles import NumberedRows
 from flyteplugins_tracking.trackers.wandb.send import in_order, label_in
 
 
@@ -84,18 +77,13 @@ def test_a_role_speaks_for_its_job_and_does_not_end_the_run():
     plans = [plan(info, "auto", "global", "b", role="eval") for info in iter_ranks([2, 2])]
     assert [(one.opens, one.primary, one.ends_run) for one in plans] == [(True, True, False)] + [(False,) * 3] * 3
     assert (plans[0].run_id, plans[0].label) == ("b", "eval")
+    joined = plan(None, "auto", "global", None, parent_id="parents", role="eval")
+    assert (joined.run_id, joined.primary, joined.ends_run) == ("parents", True, False)
     plans = [plan(info, "shared", "global", "b", role="eval") for info in iter_ranks([2, 2])]
     assert [one.label for one in plans] == [f"eval-rank-{rank}" for rank in range(4)]
 
 
-def test_a_role_joins_the_run_of_the_calling_task():
-    joined = plan(None, "auto", "global", None, parent_id="parents", role="eval")
-    assert (joined.run_id, joined.primary, joined.ends_run) == ("parents", True, False)
-
-
-def test_a_role_without_an_id_is_refused_at_the_call(monkeypatch):
-    for name in jobs.variables_of_launchers() | {"WANDB_RUN_ID"}:
-        monkeypatch.delenv(name, raising=False)
+def test_a_role_without_an_id_is_refused_at_the_call(bare_environment):
     work = tracking_init(project="rl", role="eval")(lambda: None)
     with pytest.raises(IdentityError, match=r"role='eval' joins the run of another job.*WANDB_RUN_ID"):
         work()
@@ -191,111 +179,3 @@ def test_a_directory_whose_name_was_taken_is_of_no_role(tmp_path, run_id):
     assert [label_in(directory) for directory in attempts] == ["", ""]
     assert len({_name_of(directory) for directory in attempts}) == 1
     assert in_order(reversed(attempts)) == attempts
-
-
-# Which of the rows that are left have arrived
-
-
-class Disk:
-    """Attempts of a role that were killed, each with journals; and the numbers of the rows that W&B has, in order.
-
-    A process has numbers of one thousand.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.arrived, self.logged, self._writers = directory, [], [], set()
-        self.place = outbox.Place("https://s", "e", "p", "r")
-
-    def attempt(self, *journals: Sequence[int]) -> None:
-        """Leave an attempt with these numbers of rows in its journals. A row has its number as its step."""
-        folder = self.directory / f"run-2026010{len(list(self.directory.iterdir()))}_000000-r"
-        folder.mkdir()
-        for name, numbers in enumerate(journals):
-            header = {"place": self.place, "step": None, "column": "roles/a/row", "since": 0}
-            writers = {number // 1000 for number in numbers}.difference(self._writers)
-            self._writers |= writers
-            header[outbox.WRITER] = max(writers, default=-1)
-            journal = Journal(folder, f"rows-{name}", header)
-            for number in numbers:
-                row = {"roles/a/row": _sent(number), "_timestamp": 1.0}
-                journal.add(outbox.record_of(json.dumps(row).encode()))
-                self.logged.append(number)
-            journal.close()
-
-    def lacking(self, page: int = 4) -> list[int]:
-        """The numbers that are to be sent. `asked` is how many parts of those that have arrived were read."""
-        found, self.asked = NumberedRows(outbox.Left(self.place, self.directory, lambda _: True), "roles/a/row"), 0
-
-        def parts() -> Iterator[list[int]]:
-            for end in range(len(self.arrived), 0, -page):
-                self.asked += 1
-                yield [_sent(number) for number in self.arrived[max(0, end - page) : end]]
-
-        found.look(parts())
-        sent = [row.values["roles/a/row"] for row in found.lacking()]
-        return [1000 * outbox.writer_of(number) + number % 2**outbox._COUNT_BITS for number in sent]
-
-
-def _sent(number: int) -> int:
-    return (number // 1000) * 2**outbox._COUNT_BITS + number % 1000
-
-
-@pytest.mark.parametrize("count", [0, 1, 500, 999, 1000])
-def test_the_last_row_of_a_writer_that_has_arrived_tells_those_before_it(tmp_path, count):
-    disk = Disk(tmp_path)
-    disk.attempt(range(1000))
-    disk.arrived = list(range(count))
-    assert disk.lacking() == list(range(count, 1000))
-    assert disk.asked == bool(count)
-
-
-def test_rows_that_threads_have_logged_in_another_order_than_their_numbers_are_not_lost(tmp_path):
-    disk = Disk(tmp_path)
-    disk.attempt([0, 3, 1, 2, 5, 4])
-    disk.arrived = [0, 3]
-    assert disk.lacking() == [1, 2, 5, 4]
-    disk.arrived = [0, 3, 1, 2, 5]
-    assert disk.lacking(page=1) == [4]
-
-
-def test_other_writers_rows_in_between_are_read_past(tmp_path):
-    disk = Disk(tmp_path)
-    disk.attempt(range(10))
-    disk.arrived = [*range(7), *range(9000, 9020)]
-    assert disk.lacking() == [7, 8, 9]
-
-
-def test_rows_of_an_attempt_that_was_killed_while_it_sent_those_of_another_one_are_sent_once(tmp_path):
-    """The second has sent two of the first one's five rows beside its own. W&B has them, but for the last one."""
-    disk = Disk(tmp_path)
-    disk.attempt(range(10))
-    disk.attempt([5, 1000, 6, 1001, 7])
-    disk.arrived = [0, 1, 2, 3, 4, 5, 1000, 6, 1001]
-    assert disk.lacking() == [7, 8, 9]
-
-
-def test_no_row_is_lost_or_sent_twice_after_any_kills(tmp_path):
-    """Each attempt has two processes, whose rows arrive in the order of their journals, mixed; and is killed."""
-    random = Random(5)
-    for case in range(100):
-        disk = Disk(tmp_path / str(case))
-        disk.directory.mkdir()
-        for attempt in range(random.randint(1, 4)):
-            again = disk.lacking(random.randint(1, 9)) if disk.logged else []
-            again = again[: random.randint(0, len(again))]
-            own = [2000 * attempt + number for number in range(random.randint(1, 20))]
-            first = [*again, *own] if random.random() < 0.5 else mixed(random, again, own)
-            second = [2000 * attempt + 1000 + number for number in range(random.randint(1, 20))]
-            disk.attempt(first, second)
-            sent = first[: random.randint(0, len(first))], second[: random.randint(0, len(second))]
-            disk.arrived += mixed(random, *sent)
-        disk.arrived += disk.lacking(random.randint(1, 9))
-        assert sorted(disk.arrived) == sorted(set(disk.logged)), case
-
-
-def mixed(random: Random, *parts: Sequence[int]) -> list[int]:
-    """All of the parts, each in its order."""
-    turns = [number for number, part in enumerate(parts) for _ in part]
-    random.shuffle(turns)
-    each = [iter(part) for part in parts]
-    return [next(each[turn]) for turn in turns]

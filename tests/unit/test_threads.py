@@ -1,16 +1,21 @@
-"""A thread that was joined is gone for the operating system too, and one that works is waited for."""
+"""Threads and calls that may never return: who was joined is gone, and who works is waited for."""
+
+from __future__ import annotations
 
 import hashlib
 import os
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.threads import run_with_timeout
 
 THREADS = 300
+variable: ContextVar[str] = ContextVar("variable", default="none")
 SHOWN = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone tells of a process's threads")
 
 
@@ -31,14 +36,31 @@ def test_a_fork_after_join_meets_no_thread_that_still_exits():
     assert len(ids) == 2 * THREADS
 
 
-def test_a_thread_that_does_not_end_is_waited_for_as_long_as_asked():
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait, daemon=True)
+def test_a_thread_that_does_not_end_is_waited_for_as_long_as_asked_and_goes_on():
+    may_end, ends = threading.Event(), []
+    thread = threading.Thread(target=may_end.wait, daemon=True)
     thread.start()
     assert not threads.join(thread, 0.01)
-    assert not run_with_timeout(0.01, ended.wait)
-    ended.set()
+    assert not run_with_timeout(0.01, lambda: ends.append(may_end.wait(60)))
+    may_end.set()
     assert threads.join(thread)
+    wait_until(lambda: ends)
+
+
+def test_the_function_has_the_callers_context_and_a_named_daemon_thread():
+    found = []
+
+    def look() -> None:
+        thread = threading.current_thread()
+        found.append((variable.get(), thread.name, thread.daemon))
+
+    token = variable.set("callers")
+    try:
+        assert run_with_timeout(30, look, name="looks")
+        assert run_with_timeout(None, found.append, 1)
+    finally:
+        variable.reset(token)
+    assert found == [("callers", "looks", True), 1]
 
 
 @SHOWN

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -72,271 +70,222 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
     return {name: value for name, value in {**env, **changed}.items() if name not in names}
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        pytest.param(TORCHRUN, DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job"), id="torchrun"),
-        pytest.param(
-            {**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            DistributedInfo(3, 4, 0, 1, 1, 2, 2, "torchelastic", "job"),
-            id="torchrun on 3+1 processes",
-        ),
-        pytest.param(
-            {**TORCHRUN, "NODE_RANK": "7", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "1"},
-            DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job"),
-            id="torchrun with leftovers from outside",
-        ),
-        pytest.param(
-            {**without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"), "NODE_RANK": "1", "JOBSET_RESTART_ATTEMPT": "1"},
-            DistributedInfo(5, 8, 1, 4, 1, None, 3, "torchelastic", "job"),
-            id="Flyte 2 Clustered",
-        ),
-        pytest.param(
-            without(TORCHRUN, "LOCAL_WORLD_SIZE"),
-            DistributedInfo(5, 8, 1, None, 1, 2, 2, "torchelastic", "job"),
-            id="torchrun without LOCAL_WORLD_SIZE",
-        ),
-        pytest.param(
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
-            DistributedInfo(3, 4, 1, 2, 1, None, launcher="env"),
-            id="Ray Train, Composer",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"},
-            DistributedInfo(1, 2, 1, None, 0, None, launcher="env"),
-            id="notebook_launcher",
-        ),
-        pytest.param(
-            {
-                "RANK": "3",
-                "WORLD_SIZE": "4",
-                "LOCAL_RANK": "1",
-                "LOCAL_SIZE": "2",
-                "CROSS_RANK": "1",
-                "CROSS_SIZE": "2",
-            },
-            DistributedInfo(3, 4, 1, 2, 1, 2, launcher="env"),
-            id="DeepSpeed",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **OPENMPI},
-            DistributedInfo(1, 2, 1, 2, 0, 1, launcher="env"),
-            id="a launcher inside mpirun",
-        ),
-        pytest.param(
-            {
-                "HOROVOD_RANK": "3",
-                "HOROVOD_SIZE": "4",
-                "HOROVOD_LOCAL_RANK": "1",
-                "HOROVOD_LOCAL_SIZE": "2",
-                "HOROVOD_CROSS_RANK": "1",
-                "HOROVOD_CROSS_SIZE": "2",
-                **OPENMPI,
-            },
-            DistributedInfo(3, 4, 1, 2, 1, 2, launcher="horovod"),
-            id="Horovod over MPI",
-        ),
-        pytest.param(OPENMPI, DistributedInfo(3, 4, 1, 2, None, None, 0, "openmpi", "ns"), id="Open MPI"),
-        pytest.param(
-            {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            DistributedInfo(3, 4, 3, 4, 0, 1, 0, "openmpi", "ns"),
-            id="Open MPI on one node",
-        ),
-        pytest.param(
-            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-            DistributedInfo(3, 4, 1, 2, launcher="mpich"),
-            id="MPICH",
-        ),
-        pytest.param(
-            {**SLURM, "SLURM_GTIDS": "8,9,10"},
-            DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"),
-            id="a Slurm step with its ranks here",
-        ),
-        pytest.param(SLURM, DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"), id="a Slurm step"),
-        pytest.param(
-            {**SLURM, "PMI_RANK": "9", "WORLD_SIZE": "11", "MASTER_ADDR": "x"},
-            DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"),
-            id="a Slurm step with variables of its script",
-        ),
-        pytest.param(
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", "WANDB_SERVICE": "x"},
-            DistributedInfo(1, 2, 1, None, 0, None, launcher="lightning"),
-            id="a child of Lightning",
-        ),
-        pytest.param(
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **SLURM, "SLURM_STEP_NUM_TASKS": "1"},
-            DistributedInfo(1, 2, 1, None, 0, None, launcher="lightning"),
-            id="a child of Lightning in an interactive step",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", **POD},
-            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
-            id="a PyTorchJob pod",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "AIHC_JOB_NAME": "j"},
-            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
-            id="a pod of AIHC with one process",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"},
-            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
-            id="a pod of PAI-DLC with one process",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
-            DistributedInfo(1, 2, launcher="env_rank"),
-            id="a script's RANK and WORLD_SIZE, in no pod",
-        ),
-        pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
-            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
-            id="a pod of an elastic PyTorchJob",
-        ),
-        pytest.param(
-            {"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"},
-            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
-            id="a pod of Kubeflow Trainer",
-        ),
-        pytest.param(
-            {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "RESTART_ATTEMPT": "3"},
-            DistributedInfo(1, 2, 0, 1, 1, 2, 3, "konduktor", "j"),
-            id="a konduktor pod",
-        ),
-        pytest.param(
-            {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
-            DistributedInfo(1, 2, 0, 1, 1, 2, 0, "skypilot", "t"),
-            id="a SkyPilot task",
-        ),
-        pytest.param(FLUX, DistributedInfo(3, 4, 1, None, None, 2, launcher="flux", job_id="f5A"), id="a task of Flux"),
-        pytest.param(
-            {**FLUX, "FLUX_JOB_NNODES": "1"},
-            DistributedInfo(3, 4, 1, 4, 0, 1, 0, "flux", "f5A"),
-            id="tasks of Flux on one node",
-        ),
-    ],
-)
-def test_each_launcher_is_understood(env, expected):
-    assert detect(env) == expected
+RANKS = {
+    "torchrun": (TORCHRUN, DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")),
+    "torchrun with leftovers from outside": (
+        {**TORCHRUN, "NODE_RANK": "7", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "1"},
+        DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job"),
+    ),
+    "Flyte 2 Clustered": (
+        {**without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"), "NODE_RANK": "1", "JOBSET_RESTART_ATTEMPT": "1"},
+        DistributedInfo(5, 8, 1, 4, 1, None, 3, "torchelastic", "job"),
+    ),
+    "torchrun without LOCAL_WORLD_SIZE": (
+        without(TORCHRUN, "LOCAL_WORLD_SIZE"),
+        DistributedInfo(5, 8, 1, None, 1, 2, 2, "torchelastic", "job"),
+    ),
+    "Ray Train, Composer": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
+        DistributedInfo(3, 4, 1, 2, 1, None, launcher="env"),
+    ),
+    "DeepSpeed": (
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_SIZE": "2",
+            "CROSS_RANK": "1",
+            "CROSS_SIZE": "2",
+        },
+        DistributedInfo(3, 4, 1, 2, 1, 2, launcher="env"),
+    ),
+    "a launcher inside mpirun": (
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **OPENMPI},
+        DistributedInfo(1, 2, 1, 2, 0, 1, launcher="env"),
+    ),
+    "Horovod over MPI": (
+        {
+            "HOROVOD_RANK": "3",
+            "HOROVOD_SIZE": "4",
+            "HOROVOD_LOCAL_RANK": "1",
+            "HOROVOD_LOCAL_SIZE": "2",
+            "HOROVOD_CROSS_RANK": "1",
+            "HOROVOD_CROSS_SIZE": "2",
+            **OPENMPI,
+        },
+        DistributedInfo(3, 4, 1, 2, 1, 2, launcher="horovod"),
+    ),
+    "Open MPI": (OPENMPI, DistributedInfo(3, 4, 1, 2, None, None, 0, "openmpi", "ns")),
+    "Open MPI on one node": (
+        {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        DistributedInfo(3, 4, 3, 4, 0, 1, 0, "openmpi", "ns"),
+    ),
+    "MPICH": (
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        DistributedInfo(3, 4, 1, 2, launcher="mpich"),
+    ),
+    "a Slurm step with its ranks here": (
+        {**SLURM, "SLURM_GTIDS": "8,9,10"},
+        DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"),
+    ),
+    "a Slurm step": (SLURM, DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77")),
+    "a Slurm step with variables of its script": (
+        {**SLURM, "PMI_RANK": "9", "WORLD_SIZE": "11", "MASTER_ADDR": "x"},
+        DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"),
+    ),
+    "a child of Lightning in an interactive step": (
+        {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+        DistributedInfo(1, 2, 1, None, 0, None, launcher="lightning"),
+    ),
+    "a PyTorchJob pod": (
+        {"RANK": "1", "WORLD_SIZE": "2", **POD},
+        DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+    ),
+    "a pod of AIHC with one process": (
+        {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "AIHC_JOB_NAME": "j"},
+        DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+    ),
+    "a pod of PAI-DLC with one process": (
+        {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"},
+        DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+    ),
+    "a script's RANK and WORLD_SIZE, in no pod": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
+        DistributedInfo(1, 2, launcher="env_rank"),
+    ),
+    "a pod of an elastic PyTorchJob": (
+        {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
+        DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+    ),
+    "a pod of Kubeflow Trainer": (
+        {"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"},
+        DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+    ),
+    "a konduktor pod": (
+        {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "RESTART_ATTEMPT": "3"},
+        DistributedInfo(1, 2, 0, 1, 1, 2, 3, "konduktor", "j"),
+    ),
+    "a SkyPilot task": (
+        {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
+        DistributedInfo(1, 2, 0, 1, 1, 2, 0, "skypilot", "t"),
+    ),
+    "a task of Flux": (FLUX, DistributedInfo(3, 4, 1, None, None, 2, launcher="flux", job_id="f5A")),
+    "tasks of Flux on one node": (
+        {**FLUX, "FLUX_JOB_NNODES": "1"},
+        DistributedInfo(3, 4, 1, 4, 0, 1, 0, "flux", "f5A"),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        pytest.param({}, id="nothing"),
-        pytest.param(
-            {**FLUX, "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0"},
-            id="the only task of a Flux job",
-        ),
-        pytest.param({**SAGEMAKER, "SM_HOSTS": '["algo-2"]'}, id="the only host of SageMaker"),
-        pytest.param({"WORLD_SIZE": "8", "MASTER_ADDR": "x"}, id="a script's WORLD_SIZE alone"),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, id="a world of one"),
-        pytest.param(without(SLURM, "SLURM_STEP_ID"), id="an sbatch shell"),
-        pytest.param(
-            {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="an interactive step"
-        ),
-        pytest.param({**SLURM, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}, id="an sbatch shell that a step submitted"),
-        pytest.param(
-            {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_JOB_ID": "7"}, id="PMI_RANK handed on to an sbatch shell"
-        ),
-        pytest.param(
-            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **OPENMPI}, id="a job of one process inside mpirun"
-        ),
-        pytest.param({"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"}, id="a konduktor pod alone"),
-        pytest.param({"NODE_RANK": "0", "MASTER_ADDR": "x"}, id="Lightning's parent on the first node"),
-        pytest.param({"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_NNODES": "1"}, id="a Trainer pod alone"),
-        pytest.param({**PAI_DLC, "RANK": "0", "WORLD_SIZE": "1"}, id="a pod of PAI-DLC alone"),
-        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, id="RANK and WORLD_SIZE of a world of one"),
-    ],
-)
-def test_one_process_is_not_a_distributed_job(env):
-    assert detect(env) is None
+def test_each_launcher_is_understood(subtests):
+    for case, (env, expected) in RANKS.items():
+        with subtests.test(case):
+            assert detect(env) == expected
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"RANK": "abc", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='abc' is not a whole number"),
-        ({"RANK": "", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='' is not a whole number"),
-        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc' is not a whole number"),
-        ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=5 and WORLD_SIZE=2 contradict"),
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 and WORLD_SIZE=2 contradict"),
-        ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=-1 is below 0"),
-        ({"RANK": "0", "WORLD_SIZE": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE=0 is below 1"),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4 contradict"),
-        ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 and GROUP_WORLD_SIZE=2 contradict"),
-        (without(TORCHRUN, "RANK"), "RANK is not set, though the other variables of torchelastic are"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": "7"}, "NODE_RANK=7 and WORLD_SIZE=2"),
-        ({"RANK": "5"}, "RANK=5 is set and WORLD_SIZE is not"),
-        ({"RANK": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set and RANK is not"),
-        ({"NODE_RANK": "1", "MASTER_ADDR": "x"}, "NODE_RANK=1 is set and RANK is not"),
-        ({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "NODE_RANK": "1"}, "NODE_RANK=1 and LOCAL_RANK=0 without RANK"),
-        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "RANK=1 is a node, not a process"),
-        (
-            PAI_DLC,
-            "RANK=1 is a node, not a process: NPROC_PER_NODE=8 and no LOCAL_RANK. Call the decorated function in the "
-            "workers: torchrun --nnodes=",
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
-        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2"}, "WORLD_SIZE=16 and PET_NNODES=2 contradict"),
-        ({"PET_NODE_RANK": "1", "PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not a whole number"),
-        ({"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, "PET_NODE_RANK=0 is a node"),
-        (
-            {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"},
-            "RANK=1 is a node, not a process: NUM_GPUS_PER_NODE=8",
-        ),
-        (
-            {**OPENMPI, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
-            "RANK=0 and WORLD_SIZE=4 contradict openmpi, for which this is rank 3 of 4",
-        ),
-        ({**SLURM, "RANK": "0", "WORLD_SIZE": "11", "LOCAL_RANK": "0"}, "contradict slurm, for which this is rank 9"),
-        (
-            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-            "contradict horovod, for which this is rank 1 of 2",
-        ),
-        (
-            SAGEMAKER,
-            """SM_CURRENT_HOST=algo-2 of SM_HOSTS=["algo-1", "algo-2"] is a host, not a process: start torchrun""",
-        ),
-        (
-            {**TORCHRUN, "RANK": "2", "LOCAL_RANK": "0", "GROUP_RANK": "0"},
-            "LOCAL_RANK=0 contradicts RANK=2 and GROUP_RANK=0: start torchrun without --virtual-local-rank",
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 of PMI_SIZE=2 without MPI_LOCALRANKID"),
-        (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x"}, "SLURM_STEP_TASKS_PER_NODE='4x' is not of the form"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_NODEID=2 has no entry"),
-        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4 contradict"),
-    ],
-)
-def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_rank_0(env, message):
-    with pytest.raises(TopologyError) as caught:
-        detect(env)
-    assert message in str(caught.value)
+ALONE = {
+    "nothing": {},
+    "the only task of a Flux job": {**FLUX, "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0"},
+    "the only host of SageMaker": {**SAGEMAKER, "SM_HOSTS": '["algo-2"]'},
+    "a script's WORLD_SIZE alone": {"WORLD_SIZE": "8", "MASTER_ADDR": "x"},
+    "a world of one": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+    "an sbatch shell": without(SLURM, "SLURM_STEP_ID"),
+    "an interactive step": {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    "an sbatch shell that a step submitted": {**SLURM, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"},
+    "PMI_RANK handed on to an sbatch shell": {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_JOB_ID": "7"},
+    "a job of one process inside mpirun": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **OPENMPI},
+    "a konduktor pod alone": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"},
+    "Lightning's parent on the first node": {"NODE_RANK": "0", "MASTER_ADDR": "x"},
+    "a Trainer pod alone": {"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_NNODES": "1"},
+    "a pod of PAI-DLC alone": {**PAI_DLC, "RANK": "0", "WORLD_SIZE": "1"},
+    "RANK and WORLD_SIZE of a world of one": {"RANK": "0", "WORLD_SIZE": "1"},
+}
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
+def test_one_process_is_not_a_distributed_job(subtests):
+    for case, env in ALONE.items():
+        with subtests.test(case):
+            assert detect(env) is None
+
+
+BAD: list[tuple[dict[str, str], str]] = [
+    ({"RANK": "abc", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='abc' is not a whole number"),
+    ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=5 and WORLD_SIZE=2 contradict"),
+    ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=-1 is below 0"),
+    ({"RANK": "0", "WORLD_SIZE": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE=0 is below 1"),
+    ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4 contradict"),
+    ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 and GROUP_WORLD_SIZE=2 contradict"),
+    (without(TORCHRUN, "RANK"), "RANK is not set, though the other variables of torchelastic are"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": "7"}, "NODE_RANK=7 and WORLD_SIZE=2"),
+    ({"RANK": "5"}, "RANK=5 is set and WORLD_SIZE is not"),
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set and RANK is not"),
+    ({"NODE_RANK": "1", "MASTER_ADDR": "x"}, "NODE_RANK=1 is set and RANK is not"),
+    ({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "NODE_RANK": "1"}, "NODE_RANK=1 and LOCAL_RANK=0 without RANK"),
+    ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "RANK=1 is a node, not a process"),
+    (
+        PAI_DLC,
+        "RANK=1 is a node, not a process: NPROC_PER_NODE=8 and no LOCAL_RANK. Call the decorated function in the "
+        "workers: torchrun --nnodes=",
+    ),
+    ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
+    ({"RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2"}, "WORLD_SIZE=16 and PET_NNODES=2 contradict"),
+    ({"PET_NODE_RANK": "1", "PET_NNODES": "1:4"}, "PET_NNODES='1:4' is not a whole number"),
+    ({"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, "PET_NODE_RANK=0 is a node"),
+    (
+        {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"},
+        "RANK=1 is a node, not a process: NUM_GPUS_PER_NODE=8",
+    ),
+    (
+        {**OPENMPI, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+        "RANK=0 and WORLD_SIZE=4 contradict openmpi, for which this is rank 3 of 4",
+    ),
+    ({**SLURM, "RANK": "0", "WORLD_SIZE": "11", "LOCAL_RANK": "0"}, "contradict slurm, for which this is rank 9"),
+    (
+        {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        "contradict horovod, for which this is rank 1 of 2",
+    ),
+    (
+        SAGEMAKER,
+        """SM_CURRENT_HOST=algo-2 of SM_HOSTS=["algo-1", "algo-2"] is a host, not a process: start torchrun""",
+    ),
+    (
+        {**TORCHRUN, "RANK": "2", "LOCAL_RANK": "0", "GROUP_RANK": "0"},
+        "LOCAL_RANK=0 contradicts RANK=2 and GROUP_RANK=0: start torchrun without --virtual-local-rank",
+    ),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 of PMI_SIZE=2 without MPI_LOCALRANKID"),
+    (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set"),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x"}, "SLURM_STEP_TASKS_PER_NODE='4x' is not of the form"),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_NODEID=2 has no entry"),
+    ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4 contradict"),
+]
+
+
+def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_rank_0(subtests):
+    for env, message in BAD:
+        with subtests.test(message):
+            with pytest.raises(TopologyError) as caught:
+                detect(env)
+            assert message in str(caught.value)
+
+
+def test_a_rank_of_an_unknown_launcher_is_told_once_and_what_is_none_of_several_is_not(caplog):
+    for env in (
         {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
         {"PMIX_RANK": "3", "PMIX_SIZE": "8"},
-    ],
-)
-def test_a_rank_of_an_unknown_launcher_is_told_once(env, caplog):
-    for _ in range(2):
+    ):
+        caplog.clear()
+        assert (detect(env), detect(env)) == (None, None)
+        (message,) = caplog.messages
+        (rank, _), (size, _) = sorted(env.items(), key=lambda one: "LOCAL" in one[0])[:2]
+        assert message.startswith(f"{rank}={env[rank]} and {size}={env[size]} look like a rank of a launcher that is")
+    caplog.clear()
+    for env in (
+        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"},
+        {"A_RANK": "x", "A_SIZE": "2"},
+        {"A_RANK": "1"},
+    ):
         assert detect(env) is None
-    (message,) = caplog.messages
-    (rank, _), (size, _) = sorted(env.items(), key=lambda one: "LOCAL" in one[0])[:2]
-    assert message.startswith(f"{rank}={env[rank]} and {size}={env[size]} look like a rank of a launcher that is not")
-
-
-@pytest.mark.parametrize(
-    "env", [{"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"}, {"A_RANK": "x", "A_SIZE": "2"}, {"A_RANK": "1"}]
-)
-def test_what_is_no_rank_of_several_is_not_told(env, caplog):
-    assert detect(env) is None
     assert not caplog.messages
 
 
@@ -350,7 +299,7 @@ def test_a_tests_job_has_no_variable_of_a_launcher(monkeypatch):
     assert jobs.variables_of_launchers() & jobs.environment(Path()).keys() == set()
 
 
-def test_variables_are_read_at_the_call(bare_environment):
+def test_variables_are_read_at_the_call_and_a_world_of_one_is_no_distributed_job_even_under_torchrun(bare_environment):
     assert get_distributed_info() is None
     for name, value in TORCHRUN.items():
         bare_environment.setenv(name, value)
@@ -359,14 +308,9 @@ def test_variables_are_read_at_the_call(bare_environment):
     assert (info.rank, info["rank"], dict(info)["worker_index"]) == (5, 5, 1)
     with pytest.raises(KeyError):
         info["ranks"]
-
-
-def test_a_world_of_one_is_not_a_distributed_job_even_under_torchrun(bare_environment):
-    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        bare_environment.setenv(name, value)
-    bare_environment.setenv("LOCAL_WORLD_SIZE", "1")
-    bare_environment.setenv("GROUP_RANK", "0")
-    bare_environment.setenv("GROUP_WORLD_SIZE", "1")
+    for name in TORCHRUN:
+        if name.endswith(("RANK", "SIZE")):
+            bare_environment.setenv(name, str(int(name.endswith("SIZE"))))
     assert get_distributed_info() is None
 
 
@@ -445,60 +389,20 @@ def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
     assert len(ids) == 4
 
 
+ACME_RANK_1 = {"ACME_RANK": "1", "ACME_SIZE": "2", "ACME_LOCAL_RANK": "1", "ACME_LOCAL_SIZE": "2", "ACME_RESTARTS": "3"}
 # A launcher that is one entry of plain variables, as a program adds it.
-ACME = """Launcher(
+ACME = Launcher(
     "acme",
     rank="ACME_RANK",
     world_size="ACME_SIZE",
     local_rank="ACME_LOCAL_RANK",
     local_world_size="ACME_LOCAL_SIZE",
     restart_count=("ACME_RESTARTS",),
-)"""
-ACME_RANK_1 = {
-    "ACME_RANK": "1",
-    "ACME_SIZE": "2",
-    "ACME_LOCAL_RANK": "1",
-    "ACME_LOCAL_SIZE": "2",
-    "ACME_RESTARTS": "3",
-}
-RANK_OF_ACME = f"""
-import json, os
-from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher, rank_variable
-from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking._util import proc
-
-LAUNCHERS["acme"] = {ACME}
-info = detect(os.environ)
-print(json.dumps([dict(info), proc.nearest_without(rank_variable(info.launcher))]))
-"""
-
-
-def test_a_launcher_of_one_entry_has_its_fields_and_its_process_is_found(tmp_path):
-    """Also if a shell around each rank is its parent: that one has the rank's variables, and the launcher has not."""
-    found = []
-    for rank in ("0", "1"):
-        done = subprocess.run(
-            ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, RANK_OF_ACME],
-            env=jobs.environment(
-                tmp_path,
-                **{**ACME_RANK_1, "ACME_RANK": rank, "ACME_LOCAL_RANK": rank},
-                PYTHONPATH=jobs.search_path(jobs.PACKAGE.parent),
-            ),
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    infos, launchers = zip(*found, strict=True)
-    assert [DistributedInfo(**info) for info in infos] == [
-        DistributedInfo(rank, 2, rank, 2, 0, 1, 3, launcher="acme") for rank in (0, 1)
-    ]
-    assert launchers == (os.getpid(), os.getpid())
+)
 
 
 def test_a_launcher_of_one_entry_is_unset_in_a_simulation(bare_environment):
-    bare_environment.setitem(LAUNCHERS, "acme", eval(ACME, {"Launcher": Launcher}))
+    bare_environment.setitem(LAUNCHERS, "acme", ACME)
     for name, value in ACME_RANK_1.items():
         bare_environment.setenv(name, value)
     assert detect(ACME_RANK_1) == get_distributed_info() == DistributedInfo(1, 2, 1, 2, 0, 1, 3, launcher="acme")
@@ -512,9 +416,5 @@ def test_a_launcher_of_one_entry_is_unset_in_a_simulation(bare_environment):
     infos = [info for _, info in simulate(train, 1, 2).returned]
     assert [info.rank for info in infos] == [0, 1]
     assert {variable for variable, _ in simulate(train, 1, 2).returned} == {None}
-
-
-def test_a_job_of_a_launcher_of_one_entry_leaves_the_run_id_to_what_the_ranks_share(monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "acme", eval(ACME, {"Launcher": Launcher}))
     with pytest.raises(IdentityError, match="acme offers none"):
         from_launcher(detect(ACME_RANK_1), {}, agreement=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -112,15 +113,14 @@ def test_a_vendor_whose_import_was_interrupted_is_not_called_untested(monkeypatc
     monkeypatch.delitem(sys.modules, "interrupted.part")
 
 
-@pytest.mark.parametrize("run_id", ["../../x", "a/b", "a" * 101, "\udcff"])
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_an_id_in_a_variable_is_checked_at_the_call(bare_environment, name, run_id):
-    tracker = find_tracker(name)
-    for variable in tracker.run_id_variables[:1]:
+def test_an_id_in_a_variable_is_checked_at_the_call(bare_environment, name):
+    for variable, run_id in itertools.product(
+        find_tracker(name).run_id_variables[:1], ("../../x", "a/b", "a" * 101, "\udcff")
+    ):
         bare_environment.setenv(variable, run_id)
-        with pytest.raises(
-            ConfigError, match=f"{variable}|id contains|does not accept in an id|it is the name of a directory"
-        ):
+        refused = f"{variable}|id contains|does not accept in an id|it is the name of a directory"
+        with pytest.raises(ConfigError, match=refused):
             tracking_init(tracker=name)(lambda: None)()
 
 
@@ -128,13 +128,9 @@ def test_an_id_in_a_variable_is_checked_at_the_call(bare_environment, name, run_
 def test_a_tracker_object_can_be_passed(bare_environment, given):
     @tracking_init(tracker=given, colour="red", id="i")
     def train():
-        return get_run("noting").request.config.options, get_run().id
+        return get_run("noting").request.config.options, get_run().id, get_run().url
 
-    assert train() == ({"colour": "red"}, "i")
-
-
-def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
-    assert tracking_init(tracker=Noting, id="i")(lambda: get_run().url)() is None
+    assert train() == ({"colour": "red"}, "i", None)
 
 
 @pytest.mark.parametrize("given", [Noting, Noting()])
@@ -315,26 +311,20 @@ def test_values_for_the_next_row_are_no_row_of_their_own_until_the_run_ends(bare
     train()
     assert tracker.handle.events == [{"b": 2, "loss": 1}, {"loss": 2}, {"a": 3}, 0]
 
-
-def test_a_signal_keeps_the_values_that_wait_and_they_open_no_run_again(bare_environment):
-    tracker = Events()
-
     @tracking_init(tracker=tracker, id="i")
-    def train():
-        handle = tracker.handle
-        handle.add_to_next_row({"a": 1})
-        handle.end_early(143)
-        handle.add_to_next_row({"a": 2})
+    def terminated():
+        tracker.handle.add_to_next_row({"a": 1})
+        tracker.handle.end_early(143)
+        tracker.handle.add_to_next_row({"a": 2})
 
-    train()
-    assert tracker.handle.events == [{"a": 1}, 143]
+    terminated()
+    assert tracker.handle.events == [{"a": 1}, 143]  # they open no run again
 
 
 class Platform(ProcessContext):
     """Notes what it is asked to do with a run."""
 
     noted: ClassVar[list[Any]] = []
-
     can_persist = True
 
     def persist(self, directory: str) -> str:
@@ -342,90 +332,46 @@ class Platform(ProcessContext):
         return "s3://bucket"
 
 
-@pytest.fixture
-def platform(bare_environment):
-    """What the platform of the functions that a test calls has noted."""
-    Platform.noted.clear()
-    world = World()
-    world.adapted = lambda asked: replace(asked, context=Platform())
-    with override(world):
-        yield Platform.noted
-
-
-def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(platform):
+def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(bare_environment):
     """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
-    tracker = Events()
+    tracker, world = Events(), World()
+    world.adapted = lambda asked: replace(asked, context=Platform())
 
     @tracking_init(tracker=tracker, id="i")
     def train():
         tracker.handle.unsent = lambda: ["unsent"]
         end_open_runs(60)
-        return list(platform)
+        return list(Platform.noted)
 
-    assert train() == ["unsent"]
-
-
-class Scalar:
-    """Has one element, as a 0-d array or tensor."""
-
-    def __init__(self, value: Any, ndim: int = 0) -> None:
-        self.value, self.ndim = value, ndim
-
-    def item(self) -> Any:
-        return self.value
+    with override(world):
+        assert train() == ["unsent"]
 
 
-MANY = Scalar(1.0, ndim=1)
-
-
-@pytest.mark.parametrize(
-    ("value", "plain", "said"),
-    [
-        (1, 1, None),
-        (1.5, 1.5, None),
-        ("text", "text", None),
-        (True, 1, "a bool is logged as 1 or 0"),
+def test_values_become_numbers_or_warn_once(caplog):
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    many = numpy.array([1.0])  # the service's to take or to refuse
+    for value, plain, said in (
+        *((value, value, None) for value in (1, 1.5, "text", many)),
+        *((value, 1, "a bool is logged as 1 or 0") for value in (True, numpy.bool_(True), numpy.array(True))),
         (None, "left out", "None is left out: it is not a value"),
-        (math.inf, math.inf, "inf is dropped"),
+        *((value, math.inf, "inf is dropped") for value in (math.inf, numpy.float64(math.inf), torch.tensor(math.inf))),
         (-math.inf, -math.inf, "-inf is dropped"),
-        (Scalar(2), 2, None),
-        (Scalar(2.5), 2.5, None),
-        (Scalar(True), 1, "a bool"),
-        (Scalar(math.inf), math.inf, "inf is dropped"),
-        (MANY, MANY, None),  # the service's to take or to refuse
-    ],
-)
-def test_values_become_numbers_or_warn_once(caplog, value, plain, said):
-    values = MetricSanitizer("A service", "rank_1/", odd_floats="dropped")
-    for _ in range(2):
-        assert values.clean({"a": value}) == ({} if plain == "left out" else {"rank_1/a": plain})
-    assert [message.startswith(f"A service: 'a': {said}") for message in caplog.messages] == ([True] if said else [])
-
-
-def test_nan_warns_if_the_service_changes_it(caplog):
+        *((value, 0.5, None) for value in (numpy.float32(0.5), torch.tensor(0.5))),
+        *((value, 3, None) for value in (numpy.int64(3), numpy.array(3), torch.tensor(3))),
+    ):
+        caplog.clear()
+        values = MetricSanitizer("A service", "rank_1/", odd_floats="dropped")
+        row = values.clean({"a": value})
+        assert row == ({} if plain == "left out" else {"rank_1/a": plain})
+        assert [type(one) for one in values.clean({"a": value}).values()] == [type(plain)] * len(row)
+        assert [message.startswith(f"A service: 'a': {said}") for message in caplog.messages] == [True] * bool(said)
+    caplog.clear()
     for odd_floats in (None, "shown as 0"):
         assert math.isnan(MetricSanitizer("A service", odd_floats=odd_floats).clean({"a": math.nan})["a"])
     assert caplog.messages == ["A service: 'a': nan is shown as 0"]
-
-
-def test_scalars_of_numpy_and_torch_become_pythons():
-    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    given = [numpy.float32(0.5), numpy.int64(3), numpy.array(2), numpy.bool_(True), torch.tensor(0.25), torch.tensor(4)]
-    row = MetricSanitizer("A service").clean({str(number): value for number, value in enumerate(given)})
-    assert [(type(value), value) for value in row.values()] == [
-        (float, 0.5),
-        (int, 3),
-        (int, 2),
-        (int, 1),
-        (float, 0.25),
-        (int, 4),
-    ]
-
-
-@pytest.mark.parametrize("row", [None, [1], "text", {1: 2}, {"a": 1, None: 2}])
-def test_a_row_that_is_not_a_mapping_is_an_error(row):
-    with pytest.raises(TypeError, match="takes a mapping of strings to values"):
-        MetricSanitizer("A service").clean(row)
+    for row in (None, [1], "text", {1: 2}, {"a": 1, None: 2}):
+        with pytest.raises(TypeError, match="takes a mapping of strings to values"):
+            values.clean(row)
 
 
 def test_the_example_is_as_short_as_documented():

@@ -57,10 +57,6 @@ def test_arguments_that_cannot_work_are_refused_at_decoration(arguments, reason)
     assert TOKEN not in str(refused.value)
 
 
-def test_arguments_without_an_effect_are_accepted():
-    tracking_init(tracker="trackio", resume="allow", embed=False, auto_log_gpu=False, server_url="https://h:1/base")
-
-
 def test_a_project_that_trackio_refuses_is_refused_when_the_run_is_opened(bare_environment, tmp_path):
     bare_environment.setenv("TRACKIO_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="'model_system' is not allowed"):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from support.stores import SharedStore
+from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import watch
@@ -25,9 +24,8 @@ class Noted(Duty):
     def __init__(self, topic: str = "topic", wait_s: float = 60.0) -> None:
         self.topic = topic
         self.wait_s = wait_s
-        self.done: list[tuple[str, Board]] = []
+        self.done: list[str] = []
         self.error: Exception | None = None
-        self.gone: object = None  # a store
 
     def next_wait_s(self) -> float:
         return self.wait_s
@@ -43,44 +41,13 @@ class Noted(Duty):
         self._note("failed" if has_failed else "returned")
 
     def _note(self, what: str) -> None:
-        self.done.append((what, self.board))
+        self.done.append(what)
         if self.error is not None:
             raise self.error
-        if self.board.store is self.gone:
-            raise RuntimeError("the store has gone")
-
-    def names(self) -> list[str]:
-        return [what for what, _ in self.done]
-
-
-class Files(Duty):
-    """Reads a file."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.read: list[bytes] = []
-
-    def look(self) -> None:
-        self.read.append(os.read(self.descriptor or 0, 100))
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @pytest.fixture
-def group(monkeypatch):
-    """The store of the process group that the function has made; empty if there is none."""
-    stores: list[SharedStore] = []
-    monkeypatch.setattr(watch, "connected_store", lambda *_: stores[0] if stores else None)
-    return stores
-
-
-@pytest.fixture
-def own(monkeypatch, group):
+def own(monkeypatch):
     """A watch, whose job has a store."""
     monkeypatch.setattr(watch, "job_board", lambda *_: Board(SharedStore(), "ranks"))
     return Watch()
@@ -94,10 +61,10 @@ def test_there_is_one_thread_from_the_first_duty_to_the_last(own):
     assert threading.active_count() == before + 1
     wait_until(lambda: first.done and second.done)
     own.remove(first, has_failed=True)
-    assert (first.names(), second.names()) == (["begin", "failed"], ["begin"])
+    assert (first.done, second.done) == (["begin", "failed"], ["begin"])
     assert threading.active_count() == before + 1
     own.remove(second)
-    assert second.names() == ["begin", "returned"]
+    assert second.done == ["begin", "returned"]
     assert threading.active_count() == before
     assert own.add(INFO, first, without="")
     own.remove(first)
@@ -108,55 +75,22 @@ def test_a_duty_is_looked_at_when_it_is_due_and_when_somebody_wakes_the_thread(o
     often, seldom = Noted(wait_s=0.01), Noted(wait_s=math.inf)
     own.add(ALONE, often, seldom, without="")
     wait_until(lambda: len(often.done) > 3 and seldom.done)
-    assert seldom.names() == ["begin"]
+    assert seldom.done == ["begin"]
     own.wake(seldom)
-    wait_until(lambda: seldom.names() == ["begin", "look"])
+    wait_until(lambda: seldom.done == ["begin", "look"])
     own.remove(often, seldom)
 
 
-def test_a_file_wakes_the_thread(own):
-    reader, writer = os.pipe()
-    duty = Files(reader)
-    own.add(INFO, duty, without="")
-    os.write(writer, b"one")
-    wait_until(lambda: duty.read == [b"one"])
-    own.remove(duty)
-    os.close(reader)
-    os.close(writer)
-
-
-def test_it_moves_to_the_store_of_a_process_group_and_back_when_that_ends(own, group):
-    duty, alone = Noted(wait_s=0.01), Noted(topic="", wait_s=0.01)
-    own.add(INFO, duty, alone, without="")
-    wait_until(lambda: duty.done)
-    group.append(SharedStore())
-    wait_until(lambda: duty.names().count("begin") == 2)
-    assert duty.done[-1][1].store is group[0]
-    duty.gone = group[0]
-    wait_until(lambda: duty.names().count("begin") == 3)
-    wait_until(lambda: duty.names()[-1] == "look")
-    assert duty.done[-1][1].store is not group[0]
-    own.remove(duty, alone)
-    assert duty.names()[-1] == "returned"
-
-
-def test_a_board_that_has_gone_ends_the_looks_of_those_who_need_it(own):
+@pytest.mark.parametrize("error", [RuntimeError("the store has gone"), ValueError("a damaged text")])
+def test_an_error_of_a_duty_ends_no_other_and_without_its_board_it_looks_no_more(own, error):
     duty, other = Noted(wait_s=0.01), Noted(topic="", wait_s=0.01)
-    duty.error = RuntimeError("the store has gone")
+    duty.error = error
     own.add(INFO, duty, other, without="")
-    wait_until(lambda: len(other.done) > 3)
+    wait_until(lambda: len(other.done) > 3 and (len(duty.done) > 3 or isinstance(error, RuntimeError)))
     own.remove(duty, other)
-    assert duty.names() == ["begin", "returned"]
-
-
-def test_a_text_that_cannot_be_read_ends_nothing(own):
-    duty = Noted(wait_s=0.01)
-    duty.error = ValueError("a damaged text")
-    own.add(INFO, duty, without="")
-    wait_until(lambda: len(duty.done) > 3)
-    own.remove(duty)
-    assert own.add(INFO, duty, without="")
-    own.remove(duty)
+    assert isinstance(error, ValueError) or duty.done == ["begin", "returned"]
+    assert own.add(INFO, other, without="")
+    own.remove(other)
 
 
 def test_a_board_that_cannot_be_reached_is_warned_of(own, monkeypatch, caplog):
@@ -180,7 +114,7 @@ def test_a_forked_child_has_no_duty_and_a_pipe_of_its_own():
         is_idle = not watch.WATCH.does(Noted)
         watch.WATCH.add(INFO, own, without="")
         watch.WATCH.remove(own)
-        os._exit(0 if is_idle and own.names()[-1] == "returned" else 1)
+        os._exit(0 if is_idle and own.done[-1] == "returned" else 1)
     assert os.waitpid(pid, 0)[1] == 0
     watch.WATCH.remove(duty)
-    assert duty.names()[-1] == "returned"
+    assert duty.done[-1] == "returned"

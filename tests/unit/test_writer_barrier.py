@@ -79,38 +79,14 @@ def test_a_writer_does_not_wait_for_itself(store):
     assert missing(primary) == ["rank-0"]
 
 
-def test_a_writer_that_was_the_primary_of_an_earlier_attempt_can_leave_before_the_new_primary_enters(store):
-    """An elastic job that grows has another last rank."""
-    board = Board(store, "writers/run")
-    WriterBarrier(board, "rank-1", others=["rank-0"]).enter_as_primary()
-    other = WriterBarrier(board, "rank-1")
-    other.enter()
-    assert other.is_retry
-    other.leave()
-    primary = WriterBarrier(board, "rank-3", others=["rank-1"])
-    primary.enter_as_primary()
-    assert missing(primary) == []
-
-
-def test_a_writer_that_is_new_in_this_attempt_is_waited_for(store):
-    barriers(store)[1].enter_as_primary()
-    other, primary = barriers(store)
-    primary.enter_as_primary()
-    other.enter()
-    assert other.is_retry
-    assert missing(primary) == ["other"]
-    other.leave()
-    assert missing(primary) == []
-
-
-@pytest.mark.parametrize("text", ["junk", "", "1", "1 2 3", "9" * 5000])
-def test_a_writer_whose_string_is_damaged_has_not_left(store, text):
-    other, primary = barriers(store)
-    other.enter()
-    other.leave()
-    Board(store, "writers/run").put("left/other", text)
-    primary.enter_as_primary()
-    assert missing(primary) == ["other"]
+def test_a_writer_whose_string_is_damaged_has_not_left(store):
+    for text in ("junk", "", "1", "1 2 3", "9" * 5000):
+        other, primary = barriers(store)
+        other.enter()
+        other.leave()
+        Board(store, "writers/run").put("left/other", text)
+        primary.enter_as_primary()
+        assert missing(primary, 0.02) == ["other"], text
 
 
 def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
