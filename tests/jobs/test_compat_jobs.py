@@ -16,8 +16,6 @@ from support.wandb_server import KEY, WandbServer
 from flyteplugins_tracking.compat import wandb as compat
 from flyteplugins_tracking.compat.wandb import wandb_config
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 needs_flytekit = pytest.mark.skipif(
     importlib.util.find_spec("flytekit") is None,
     reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"',

@@ -12,7 +12,6 @@ import pytest
 from support import jobs
 from support.waiting import wait_until
 
-pytest.importorskip("etcd", reason="python-etcd is not installed: pip install python-etcd")
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed: apt-get install etcd-server"),

@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import jobs
+from support import flyte2_pods, jobs
 from support.vendors import skip_where_lost
 from support.wandb_server import WandbServer
-
-pytest.importorskip("flyte", reason="flyte is not installed")
-pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not installed")
-from support import flyte2_pods
 
 from flyteplugins_tracking import ConfigError, tracking_config, tracking_init
 from flyteplugins_tracking._runs.propagation import CONFIG, RUNS

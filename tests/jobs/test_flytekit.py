@@ -12,7 +12,6 @@ from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_config
 
-pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
 TASKS, WORKERS = jobs.PROGRAMS / "flyte_tasks.py", jobs.PROGRAMS / "flyte_workers.py"
 
 

@@ -11,7 +11,6 @@ from support import jobs
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 PROGRAM = jobs.PROGRAMS / "inner_init.py"
 
 

@@ -10,7 +10,6 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 WITHOUT_SERVICE = jobs.PROGRAMS / "sweep_without_service.py"
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 
 
 def seen(done: jobs.Done) -> list:

@@ -24,8 +24,6 @@ from support.kills import (
 )
 from support.waiting import wait_for_file, wait_until
 
-pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
-
 SCENARIOS = jobs.PROGRAMS / "trackio_scenarios.py"
 TOKEN = "canary" + "0" * 34
 

@@ -27,7 +27,6 @@ from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 KEY = "canary" + "0" * 34
 TRAINING, RUNS = jobs.PROGRAMS / "wandb_training.py", jobs.PROGRAMS / "wandb_runs.py"
 WANDBS_INIT_TIMEOUT_S = 90

@@ -7,8 +7,6 @@ import pytest
 from parity.compare import check, programs, run_both, wandb_sides
 from parity.table import table_of
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 TABLE = table_of("wandb")
 # Their process is gone at once: wandb-core may or may not have sent the last summary.
 CUT_SHORT = ("sigkill", "os_exit", "abort")

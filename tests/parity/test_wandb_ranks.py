@@ -10,8 +10,6 @@ from support import jobs
 from parity.compare import Kinds, check, programs, run_both, wandb_sides
 from parity.table import table_of
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-pytest.importorskip("torch")
 pytestmark = pytest.mark.full
 
 TABLE = table_of("wandb")

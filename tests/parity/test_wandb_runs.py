@@ -15,8 +15,6 @@ from parity.compare import Kinds, check, wandb_sides
 from parity.differences import DIFFERENCES, table
 from parity.table import TABLES, table_of
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 GUARANTEES = Path(__file__).parents[2] / "docs" / "about" / "guarantees.md"
 
 
