@@ -55,6 +55,7 @@ def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
     assert (found.exit_codes, found.state) == ((1,), "failed")
 
 
+@pytest.mark.full
 def test_a_job_that_goes_back_keeps_all_rows_with_one_warning(tmp_path):
     settings = {"tracking": {"id": jobs.RUN_ID}, "with_step": True}
     with job(tmp_path) as started:

@@ -104,6 +104,7 @@ def test_rows_of_a_torn_file_that_wandb_sync_has_sent_already_arrive_once(tmp_pa
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_rows_of_a_killed_wandb_core_arrive_once(tmp_path):
     with job(tmp_path) as started:
         process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))

@@ -271,6 +271,7 @@ def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_pa
         assert here.state == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "tracker", ["pluto", *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "trackio"))]
 )
@@ -285,6 +286,7 @@ def test_attempts_that_have_ended_before_are_sent_one_behind_the_other(tmp_path,
         assert here.state == "finished"
 
 
+@pytest.mark.full
 def test_a_run_of_another_tracker_stops_no_run_of_wandb_and_is_sent_by_send_meanwhile(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job(), here.watch("--until-done")

@@ -69,7 +69,7 @@ end()
 """
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -115,6 +115,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_processes_of_each_kind_find_the_script_again(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
     assert as_python(tmp_path, "script.py", "a").count("'a'") == 3
@@ -133,7 +134,7 @@ def test_a_pipe_can_be_the_script(tmp_path, path):
     assert outcome(tmp_path, *UNDER, path, "a", text=text) == (0, f"here __main__ {[path, 'a']}\n", "")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "end",
     [
@@ -242,21 +243,20 @@ MISSPELT = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISSPELT)
-def test_what_is_misspelt_opens_no_run_and_is_told_in_the_words_of_the_command(
-    tmp_path, monkeypatch, capfd, words, message
-):
+def test_what_is_misspelt_opens_no_run_and_is_told_in_the_words_of_the_command(tmp_path, monkeypatch, capfd, subtests):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     Path("script.py").write_text("print('ran')")
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    told = (str(ended.value) if isinstance(ended.value.code, str) else "") + capfd.readouterr().err
-    assert message in told
-    assert ended.value.code not in (None, 0)
-    assert os.listdir(tmp_path) == ["script.py"]
+    for words, message in MISSPELT:
+        with subtests.test(message):
+            with pytest.raises(SystemExit) as ended:
+                command.main(words)
+            told = (str(ended.value) if isinstance(ended.value.code, str) else "") + capfd.readouterr().err
+            assert message in told
+            assert ended.value.code not in (None, 0)
+            assert os.listdir(tmp_path) == ["script.py"]
 
 
 def test_each_argument_has_an_option_or_is_said_to_have_none(capsys):

@@ -54,6 +54,7 @@ def flytekit_programs(tmp_path_factory):
     return done
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit_programs):
     directory = flytekit_programs.directory
@@ -65,6 +66,7 @@ def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit
     assert not (directory / "secret-was-read").exists()  # offline, nobody needs it
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "elastic")
@@ -72,6 +74,7 @@ def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs
     assert second["id"] is None
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_dir_names_a_parameter_that_is_a_directory(flytekit_programs):
     (sync,) = seen(flytekit_programs.directory, "in_a_directory")
@@ -79,6 +82,7 @@ def test_dir_names_a_parameter_that_is_a_directory(flytekit_programs):
     assert {Path(report["dir"]).parents[2].name for report in (sync, coroutine)} == {"given", "async"}
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "lazily")
@@ -137,6 +141,7 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
     assert sorted(len(run.rows) for run in done.runs) == [0, 2]
 
 
+@pytest.mark.full
 @needs_flyte
 def test_download_logs_makes_the_files_an_output(tmp_path):
     from support import flyte2_pods

@@ -38,11 +38,13 @@ def wandb_configs(tmp_path_factory):
     return {**configs["bare"], **refused}, configs["wandb"]
 
 
+@pytest.mark.full
 def test_the_table_says_what_the_bare_client_does(wandb_configs):
     bare, _ = wandb_configs
     assert differences(bare, {case.key: case.bare for case in CASES if case.bare != ENDLESS}) == {}
 
 
+@pytest.mark.full
 def test_wandb_has_what_the_bare_client_has_or_better(wandb_configs):
     _, ours = wandb_configs
     assert differences(ours, {case.key: case.plain for case in CASES}) == {}

@@ -198,6 +198,7 @@ def test_a_restart_continues_the_run(backend, tmp_path):
     assert ("1", "False") not in said, said
 
 
+@pytest.mark.full
 @default_for("wandb")
 def test_the_pulse_and_the_load_of_all_nodes_join_the_rows_of_the_function(backend, tmp_path):
     job = Job(backend, tmp_path, "pulse", nodes=2)

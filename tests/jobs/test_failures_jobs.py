@@ -127,6 +127,7 @@ def test_a_rank_that_dies_while_the_primary_opens_its_run_is_named(tmp_path, how
     assert failure(run) == expected, done.output
 
 
+@pytest.mark.full
 def test_an_interrupted_rank_is_the_cause_and_its_cut_off_peers_are_not(tmp_path):
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*torchrun, *failing({"1": "interrupt"}, collectives=True)], tmp_path)

@@ -93,6 +93,7 @@ def test_a_task_is_asked_to_stop_before_its_timeout(pod, server):
     assert (run.exit_codes, run.summary["stop/reason"]) == ([0], "time limit")
 
 
+@pytest.mark.full
 def test_a_task_that_raises_has_a_failed_run(pod, server):
     done = pod("fails")
     assert (done.error.code, done.error.message) == ("ValueError", "made to fail")
@@ -180,6 +181,7 @@ def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, module, task):
     assert {run.id for run in done.runs} == set(ids.values())
 
 
+@pytest.mark.full
 def test_shared_without_a_parent_is_refused(pod, server):
     done = pod("shared")
     assert "put tracking_init on that task too, or use run_mode='auto'" in done.error.message
@@ -241,6 +243,7 @@ def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_
     assert {run.exit_code for run in done.runs} == {1}
 
 
+@pytest.mark.full
 def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp_path):
     done = jobs.python(tmp_path, TASKS, env=server.environment)
     assert done.returncode == 0, done.output
@@ -266,6 +269,7 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 # What a task leaves beside its outputs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     skip_where_lost("flyte", "download_logs")
@@ -370,6 +374,7 @@ def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks, with_w
     assert tasks.links(copy) == {"Weights & Biases": "https://wandb.ai/team/tests/runs/r1-{{.actionName}}"}
 
 
+@pytest.mark.full
 def test_stacked_trackings_hold_in_a_task_that_is_overridden(tmp_path):
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_stacked.py")
     assert done.returncode == 0, done.output
@@ -473,9 +478,9 @@ def test_a_link_follows_the_environment_of_its_task():
     assert task.links[0].get_link(**{**LINK, "context": context}) == "https://wandb.ai/e/p/runs/exp-{{.actionName}}"
 
 
-@pytest.mark.parametrize("context", [{}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}, *MALFORMED])
-def test_a_link_without_project_and_entity_is_the_hosts_page_and_raises_nothing(tasks, context):
-    assert tasks.links(tasks.bare, context) == {"Weights & Biases": "https://wandb.ai"}
+def test_a_link_without_project_and_entity_is_the_hosts_page_and_raises_nothing(tasks):
+    for context in ({}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}, *MALFORMED):
+        assert tasks.links(tasks.bare, context) == {"Weights & Biases": "https://wandb.ai"}, context
 
 
 def test_what_cannot_work_is_refused_at_decoration():

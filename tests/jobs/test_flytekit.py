@@ -150,6 +150,7 @@ def test_outputs_to_ignore_are_no_failure(tmp_path):
     assert [run.exit_code for run in done.runs] == [0], done.output
 
 
+@pytest.mark.full
 def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
     shape = {
         "WORLD_SIZE": "2",
@@ -176,6 +177,7 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
 
 
+@pytest.mark.full
 def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     """The script inherits the pod's variables. flytekit's context there has a random prefix in each process."""
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
@@ -236,6 +238,7 @@ def test_links_lead_to_the_runs_of_the_tasks_workers(templates, task, link_type)
     assert templates[task]["link_type"] == link_type
 
 
+@pytest.mark.full
 def test_the_files_of_a_run_are_kept(tmp_path):
     with WandbServer() as server:
         given = tracking_config(project="2024", entity="team", name="null")
@@ -256,6 +259,7 @@ def test_unsent_rows_of_all_ranks_outlive_the_pod(tmp_path):
     assert sorted(path.stem.removeprefix("run-") for path in (tmp_path / "raw").rglob("*.wandb")) == ids
 
 
+@pytest.mark.full
 def test_malformed_configuration_raises_and_opens_no_run(tmp_path):
     done = flyte1_pods.run("above", tmp_path, FLYTE_TRACKING_CONFIG="[1]")
     assert "the variable FLYTE_TRACKING_CONFIG must be a JSON object, got a list" in done.output

@@ -265,6 +265,7 @@ def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(se
     assert by_id(server, "little-room")["full"].values("loss") == [float(number) for number in range(kept)]
 
 
+@pytest.mark.full
 def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_path):
     nobody = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{jobs.free_port()}"}
     done = jobs.python(tmp_path, SCRIPT, "full_disk_without_server", "little-room", env=nobody)
@@ -313,6 +314,7 @@ def mute() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
+@pytest.mark.full
 def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
     server, tmp_path, monkeypatch, bare_environment
 ):
@@ -353,6 +355,7 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
 
 
+@pytest.mark.full
 def test_params_and_tags_of_a_run_in_files_are_sent_and_other_calls_are_lost(
     server, tmp_path, monkeypatch, bare_environment, caplog
 ):
@@ -479,6 +482,7 @@ def test_a_send_that_is_killed_again_and_again_sends_each_row_once(server, tmp_p
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_rows_arrive_if_no_journal_can_be_written(server, tmp_path):
     (tmp_path / "tracking-offline").touch()
     logged = logged_by_killed_training(tmp_path, "mlflow", "full", environment(server), kills=0)
@@ -508,6 +512,7 @@ def test_a_run_that_is_ended_in_any_thread_stays_active_until_the_function_ends(
     assert caplog.text.count("mlflow.end_run() does not end it") == 1
 
 
+@pytest.mark.full
 def test_of_two_runs_with_our_id_the_last_requested_one_continues(server, bare_environment):
     from mlflow import MlflowClient
 

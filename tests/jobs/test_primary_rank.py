@@ -49,6 +49,7 @@ def test_the_last_local_rank_of_each_worker_has_its_run(tmp_path):
     assert {run.id for run in done.runs} == {f"{group}-worker-0", f"{group}-worker-1"}
 
 
+@pytest.mark.full
 def test_a_rank_that_the_job_does_not_have_is_refused_on_every_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, tracking={"primary_rank": 2})
     assert done.returncode != 0

@@ -288,9 +288,7 @@ def job(backend: Backend, tmp_path: Path) -> Job:
     return Job(backend, tmp_path)
 
 
-@with_a_tracker_each(
-    list(restarts("any")), ["a new process with run_file", "srun, a requeue", "torchrun in a batch job, a requeue"]
-)
+@with_a_tracker_each(list(restarts("any")), ["a new process with run_file", "srun, a requeue"])
 def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) -> None:
     restart = restarts(f"j{secrets.token_hex(4)}")[kind]
     for number, attempt in enumerate(restart.attempts):
@@ -350,7 +348,7 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
 }
 
 
-@with_a_tracker_each(list(SEVERAL), ["two trainings with one run_file", "two jobs of Slurm"])
+@with_a_tracker_each(list(SEVERAL), ["two trainings with one run_file"])
 def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
     for attempt, tracking in SEVERAL[kind](f"j{secrets.token_hex(4)}"):
         job.run(attempt, tracking)
@@ -422,7 +420,7 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert job.kept()["has_ended"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(
     ("tracking", "variables"),
@@ -472,6 +470,7 @@ def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     assert points == Counter(("rank0", n) for n in range(3 * ROWS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_copy_of_the_file_is_a_new_run_and_a_directory_that_was_moved_goes_on(job: Job) -> None:
     """A training that is branched off the checkpoints of another one, and one whose experiment got another name."""
@@ -650,6 +649,7 @@ def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> Non
     assert len(job.points) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job) -> None:
     """An experiment that is branched off the checkpoints of a job which still runs."""

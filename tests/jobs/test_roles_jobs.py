@@ -168,6 +168,7 @@ def test_the_nodes_of_a_job_that_was_offline_are_sent_together(job, roles):
     assert roles is None or job.stored.ends == 1
 
 
+@pytest.mark.full
 def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     """A role without its run, a role and an owner in a run with one writer, and a plain job in a run with roles."""
     missing = job.run("rollout-0", arguments={"init_timeout_s": 2})
@@ -186,6 +187,7 @@ def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     assert job.stored == before
 
 
+@pytest.mark.full
 def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
     assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
     refused = job.run("lr", arguments={"config": {"t": 1}})
@@ -331,6 +333,7 @@ def test_columns_that_a_role_defines_are_its_own(job):
     assert names[step_of_all - 1] == "rollout-0/batch"
 
 
+@pytest.mark.full
 def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.run(roles=ROLES, rows=1).returncode == 0
     other = "tracking_init(project='rl', id='grpo-42', role='rollout-1')(print)"

@@ -64,6 +64,7 @@ def test_the_process_ends_as_it_would_without_tracking(tmp_path, settings, retur
         assert lines[lines.index("ready 0 0") + 1 :] == expected
 
 
+@pytest.mark.full
 def test_a_handler_inside_that_exits_with_success_hides_no_signal(tmp_path):
     """The function has logged no row since it has installed it, so nothing but the wakeup fd tells of the signal."""
     with job(tmp_path) as started:
@@ -263,6 +264,7 @@ def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
     assert [run.exit_code for run in done.runs] == [143]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signals_rank", "exit_code", "state"),
     [("True", 143, "preempted"), pytest.param("False", 0, "finished", marks=pytest.mark.full)],
@@ -346,6 +348,7 @@ def is_about_to_be_made(server: WandbServer, fault: Fault) -> bool:
     return "RunResumeStatus" in server.operations or fault.hits > 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("run_mode", "sent", "status", "exit_code"),
     [

@@ -142,6 +142,7 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     ] == [0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.full), "new"])
 def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
     """The shell is no name for a job: it starts the next one too."""
@@ -184,6 +185,7 @@ def test_virtual_local_ranks_are_refused(tmp_path):
     assert "TopologyError: LOCAL_RANK=0 contradicts RANK=1 and GROUP_RANK=0" in done.output
 
 
+@pytest.mark.full
 def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_ranks(tmp_path):
     done = jobs.one_node(tmp_path, 2, calls=2, tracking={"run_mode": "new"})
     assert done.returncode == 0, done.output
@@ -201,6 +203,7 @@ def test_torch_distributed_launch_is_torchelastic(tmp_path):
     assert len(done.runs) == 1
 
 
+@pytest.mark.full
 @jobs.needs_mpirun
 @pytest.mark.parametrize(
     ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.wide)]

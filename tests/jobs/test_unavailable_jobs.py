@@ -130,6 +130,7 @@ def test_the_outage_of_a_run_without_an_id_is_no_refusal(service, tmp_path, faul
     assert "This run is logged offline" in done.output
 
 
+@pytest.mark.full
 @pytest.mark.crossed
 @pytest.mark.parametrize("away", ["never", "second", pytest.param("first", marks=pytest.mark.wide)])
 def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tmp_path, away):

@@ -41,6 +41,7 @@ def stored(server: WandbServer) -> dict[str, Any]:
     return {"rows": rows, "files": files, "artifacts": run.committed, "state": run.state, "codes": run.exit_codes}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ends", ["return", pytest.param("raise", marks=pytest.mark.wide), pytest.param("exit", marks=pytest.mark.wide)]
 )
@@ -57,6 +58,7 @@ def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_
     assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [Fault.refuse(), pytest.param(Fault.status(503), marks=pytest.mark.full)])
 def test_an_upload_goes_on_after_an_outage_that_is_short(tmp_path, fault):
     with WandbServer() as server:
@@ -82,6 +84,7 @@ def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_pat
         assert_all_is_sent(server, tmp_path, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ends", "place", "sent"),
     [

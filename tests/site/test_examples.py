@@ -143,7 +143,7 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
     assert [other.id for other in server.runs].count("elastic") == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("argument", "mode"),
     [
@@ -300,6 +300,7 @@ def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, pods), "torchelastic")
 
 
+@pytest.mark.full
 def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     """`sbatch` and `srun` are replaced by what they set. `tests/slurm` runs the script on a real Slurm."""
     srun = (jobs.PROGRAMS / "srun.sh").read_text()
