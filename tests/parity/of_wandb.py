@@ -718,7 +718,7 @@ def a_table_of_the_first_rank(run: Any) -> None:
 
 # values of the config, one by one: `tests/jobs/test_config_values.py` has those of `config=`
 
-VALUES = [case for case in config_values.VALUES if case.is_there and case.bare is not config_values.ENDLESS]
+VALUES = [case for case in config_values.VALUES if case.is_there and case.bare_ends]
 
 
 @configured
