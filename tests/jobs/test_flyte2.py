@@ -384,11 +384,6 @@ def test_stacked_trackings_hold_in_a_task_that_is_overridden(tmp_path):
     ]
 
 
-def test_a_misspelt_mode_is_refused():
-    with pytest.raises(ConfigError, match="did you mean 'shared'"):
-        tracking_init(run_mode="shard")
-
-
 def test_values_for_children_hold_any_config_and_no_password():
     from types import SimpleNamespace
 

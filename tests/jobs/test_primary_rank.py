@@ -8,7 +8,7 @@ import sys
 import pytest
 from faults.matrix import agent, until_logged
 from support import jobs
-from support.harness import ENDS, Job, ends, job, python, torchrun
+from support.harness import ENDS, Job, ends, job, python
 
 RANKS = 4
 SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
@@ -82,23 +82,6 @@ def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_
     assert done.runs[0].id.startswith("env-")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("nodes", NODES)
-def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes):
-    with job(tmp_path) as started:
-        start(started, nodes, {"3": "until go", "*": "return"})
-        started.wait_for("returns", RANKS - 1)
-        started.wait_for("ready 3 0")
-        (run,) = started.server.runs
-        assert not run.completed
-        started.go()
-        found = started.outcome()
-        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
-        assert len({pid for pid, _ in found.arrived}) == RANKS
-        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
-        assert (run.config["rank"], run.mixed_writers, len(run.senders)) == (3, False, RANKS)
-
-
 def ends_once_all_have_returned(started: Job) -> None:
     """Let the ranks that still log return. The run, which is still open, ends then, with all rows."""
     (run,) = started.server.runs
@@ -106,7 +89,7 @@ def ends_once_all_have_returned(started: Job) -> None:
     started.go()
     found = started.outcome()
     assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
-    assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+    assert (run.exit_codes, run.state, run.rows_after_completion, run.mixed_writers) == ([0], "finished", 0, False)
 
 
 @pytest.mark.full
@@ -119,6 +102,8 @@ def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
             started.wait_for(f"ready {rank} 0")
         started.log_more(rows=20, but_not=started.wait_for("ready 3 0"))
         ends_once_all_have_returned(started)
+        (run,) = started.server.runs
+        assert (run.config["rank"], len(run.senders)) == (3, RANKS)
 
 
 @pytest.mark.full
@@ -161,15 +146,3 @@ def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_
         assert {alone, last} <= writers
         assert (run.exit_codes[-1], run.state, found.duplicates) == (0, "finished", 0), found.output
         assert found.logged - found.arrived <= {row for row in found.fresh if row[0] == last}
-
-
-@pytest.mark.full
-def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
-    with job(tmp_path) as started:
-        agent = started.start(torchrun(ranks=RANKS), **ends("finally", with_step=True, tracking=SHARED))
-        for rank in range(RANKS):
-            started.wait_for(f"ready {rank} 0")
-        started.signal(agent.pid)
-        found = started.outcome()
-        assert (found.lost, found.leaked) == (0, ()), found.output
-        assert (set(found.exit_codes), found.runs) == ({143}, 1)
