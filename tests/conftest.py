@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     first: dict[object, dict[str, object]] = {}
     cases: Counter[object] = Counter()
+    of_all: Counter[object] = Counter()
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_place)
     for item in items:
@@ -40,6 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.function] += 1
             if cases[item.function] > sampled.args[0]:
                 item.add_marker("full")
+        if (sampled := item.get_closest_marker("sampled_full")) and not item.get_closest_marker("wide"):
+            of_all[item.function] += 1
+            if of_all[item.function] > sampled.args[0]:
+                item.add_marker("wide")
         if item.get_closest_marker("crossed") and isinstance(item, pytest.Function):
             # `callspec.indices` counts the cases of a test, and not the values of its argument.
             values = item.callspec.params

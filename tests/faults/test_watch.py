@@ -245,7 +245,7 @@ def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_pa
         assert here.state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_run_of_another_tracker_stops_no_run_of_wandb_and_is_sent_by_send_meanwhile(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job(), here.watch("--until-done")
@@ -343,7 +343,7 @@ def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_ends_the
         jobs.kill(attempt)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
     """As `wandb sync` does it."""
     with cluster(tmp_path, "wandb") as here:
@@ -459,7 +459,7 @@ def test_what_does_not_pass_by_itself_ends_the_watcher_with_an_error(tmp_path):
         here.assert_each_once()
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_runs_of_two_projects_with_one_id_are_two_runs(tmp_path):
     """As a job that trains in one project, and evaluates in another."""
     with cluster(tmp_path, "wandb") as here:

@@ -30,6 +30,7 @@ def rows(run: StoredRun) -> list[int]:
     return [row["row"] for row in run.rows]
 
 
+@pytest.mark.sampled_full(5)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "runs"),
@@ -49,6 +50,7 @@ def test_each_block_has_its_run_with_its_rows_and_status(tmp_path: Path, how: st
     assert [(one.exit_code, rows(one)) for one in done.runs] == [(0, [0, 1, 2, 3, 4])] * runs
 
 
+@pytest.mark.sampled_full(5)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("end", "code", "status"), [("raise", 1, 1), ("exit", 5, 5)])
 @pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])

@@ -41,8 +41,8 @@ ALL = [
     "wandb auto",
     pytest.param("wandb shared", marks=pytest.mark.full),
     pytest.param("mlflow twice", marks=pytest.mark.full),
-    pytest.param("trackio auto", marks=pytest.mark.full),
-    pytest.param("pluto auto", marks=pytest.mark.full),
+    pytest.param("trackio auto", marks=pytest.mark.wide),
+    pytest.param("pluto auto", marks=pytest.mark.wide),
 ]
 
 

@@ -22,6 +22,7 @@ def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0
         assert run.exit_code == 0
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "parent"),
@@ -46,6 +47,7 @@ def test_trials_of_the_ranks_of_mpirun(tmp_path: Path) -> None:
     assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, "fork", "plain"], tmp_path), ranks=2)
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("task", ["forks", "spawns"])
 def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:

@@ -69,6 +69,7 @@ end()
 """
 
 
+@pytest.mark.sampled_full(6)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "name"),
@@ -134,6 +135,7 @@ def test_a_pipe_can_be_the_script(tmp_path, path):
     assert outcome(tmp_path, *UNDER, path, "a", text=text) == (0, f"here __main__ {[path, 'a']}\n", "")
 
 
+@pytest.mark.sampled_full(5)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "end",
@@ -160,6 +162,7 @@ def test_a_script_ends_and_tells_why_as_without_the_command(tmp_path, end):
     assert as_python(directory, "-m", "script").startswith("begun\n")
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words", [["wrong.py"], ["nothing.py"], ["empty"], ["-m", "nothing"], ["-m", "package.nothing"]]
@@ -195,6 +198,7 @@ pool.submit(later, 2)
 """
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "code", "status", "told"),
@@ -323,6 +327,7 @@ mlflow.start_run(run_id=run.info.run_id)""",
 }
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tracker", ["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "trackio"))]

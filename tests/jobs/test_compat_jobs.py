@@ -106,7 +106,7 @@ def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
     ("task", "message"),
     [
         ("below", "add secret_requests="),
-        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.full),
+        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.wide),
     ],
 )
 def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path, task, message):

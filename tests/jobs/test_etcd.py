@@ -67,6 +67,7 @@ def run(etcd: str, directory: Path, backend: str, processes: list[int], *options
 SUFFIXES = {"auto": [""], "new": ["-rank-0", "-rank-1"], "shared": [""]}
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.crossed
 @pytest.mark.parametrize("run_mode", SUFFIXES)
 @pytest.mark.parametrize(("backend", "processes"), [("etcd-v2", [2]), ("etcd-v2", [1, 1]), ("etcd", [2])])

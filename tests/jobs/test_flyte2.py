@@ -73,7 +73,7 @@ def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "task", ["plain", *(pytest.param(name, marks=pytest.mark.full) for name in ("coroutine", "below"))]
+    "task", ["plain", *(pytest.param(name, marks=pytest.mark.wide) for name in ("coroutine", "below"))]
 )
 def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     done = pod(task)
@@ -270,7 +270,7 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
+@pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.wide)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     skip_where_lost("flyte", "download_logs")
     assert pod(task, children=True).outputs == [f"r1-{task}"]

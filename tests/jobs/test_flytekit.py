@@ -130,7 +130,7 @@ def test_the_pods_of_an_elastic_job_agree(tmp_path):
     assert [report["run_id"] is None for report in reports(tmp_path)["on_two_nodes"]].count(False) == 2
 
 
-@pytest.mark.parametrize("task", ["spawn_above", pytest.param("fork_below", marks=pytest.mark.full)])
+@pytest.mark.parametrize("task", ["spawn_above", pytest.param("fork_below", marks=pytest.mark.wide)])
 def test_a_pod_with_elastic_workers(tmp_path, task):
     done = flyte1_pods.run(task, tmp_path, module="flyte_workers")
     assert (tmp_path / "out" / "outputs.pb").exists(), done.output

@@ -397,8 +397,8 @@ def assert_each_once(server, project: str, logged: list[int]) -> str:
     [
         ("logged", 1, 1.0),
         pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.full),
+        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.wide),
+        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.wide),
     ],
 )
 def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, when, kills, longest_s):
@@ -458,6 +458,7 @@ def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_pat
     assert len(client.get_metric_history(run_id, "a")) == 1
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("scheme", ["sqlite:///", "file://"])
 def test_every_row_of_a_killed_process_is_once_in_the_files_of_this_machine(tmp_path, scheme):

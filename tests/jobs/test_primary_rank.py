@@ -12,7 +12,7 @@ from support.harness import ENDS, Job, ends, job, python
 
 RANKS = 4
 SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
-NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes", marks=pytest.mark.full)]
+NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes", marks=pytest.mark.wide)]
 
 
 def start(started: Job, nodes: list[int], how: dict[str, str]) -> None:

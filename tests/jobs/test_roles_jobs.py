@@ -219,7 +219,7 @@ def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
     assert (run.exit_codes, job.arrived("owner")) == ([0], job.logged("owner"))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_several_roles_that_wait_for_their_run_all_join(job):
     names = [f"rollout-{number}" for number in range(8)]
     early = [job.start(name, rows=30, arguments={"config": {"of": name}, "init_timeout_s": 120}) for name in names]
@@ -344,6 +344,7 @@ def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.stored.status == "finished"
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(job, order):
@@ -427,7 +428,7 @@ def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     assert len(numbers) == len(set(numbers))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_slurm_array_has_a_role_for_each_task(job):
     owner = job.start(roles=["rollout-0", "rollout-1"], rows=5, ends="stop")
     for task in (0, 1):
@@ -463,7 +464,7 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -487,7 +488,7 @@ def test_a_refusal_is_told_to_a_role_at_once(job, status):
     assert 0 < fault.hits < 10  # the client itself asks again a few times
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
     missing = job.run("rollout-0", arguments={"init_timeout_s": 15})
     assert missing.returncode == 1

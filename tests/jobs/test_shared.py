@@ -326,7 +326,7 @@ def send_all(job: Job) -> None:
     "end",
     [
         "returns",
-        "returns in a hurry",
+        pytest.param("returns in a hurry", marks=pytest.mark.wide),
         pytest.param("is killed", marks=pytest.mark.wide),
         pytest.param("is killed offline", marks=pytest.mark.wide),
         "is terminated",

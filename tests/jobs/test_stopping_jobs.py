@@ -71,6 +71,7 @@ def test_a_preempted_job_stops_at_one_step_and_a_restart_goes_on(tmp_path):
     assert [row["step"] for row in [*first.rows, *second.rows]] == list(range(80))
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("asks", "step_s", "reason"),

@@ -144,7 +144,7 @@ def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
         ("sweep_above", "local"),
         pytest.param("sweep_above", "pod", marks=pytest.mark.wide),
         pytest.param("sweep_below", "local", marks=pytest.mark.wide),
-        pytest.param("sweep_below", "pod", marks=pytest.mark.full),
+        pytest.param("sweep_below", "pod", marks=pytest.mark.wide),
     ],
 )
 def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):

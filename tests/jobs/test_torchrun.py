@@ -143,7 +143,7 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.full), "new"])
+@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "new"])
 def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
     """The shell is no name for a job: it starts the next one too."""
     script = (

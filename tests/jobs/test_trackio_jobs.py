@@ -215,8 +215,8 @@ def assert_each_once(directory: Path, logged: list[int]) -> str:
     [
         ("logged", 1, 1.0),
         pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.full),
+        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.wide),
+        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.wide),
     ],
 )
 def test_every_row_of_a_killed_process_arrives_once(tmp_path, when, count, longest_s):

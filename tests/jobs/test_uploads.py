@@ -58,6 +58,7 @@ def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_
     assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [Fault.refuse(), pytest.param(Fault.status(503), marks=pytest.mark.full)])
 def test_an_upload_goes_on_after_an_outage_that_is_short(tmp_path, fault):
@@ -89,9 +90,9 @@ def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_pat
     ("ends", "place", "sent"),
     [
         ("return", "main", "SIGTERM"),
-        pytest.param("raise", "main", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("raise", "main", "SIGTERM", marks=pytest.mark.wide),
         pytest.param("return", "thread", "SIGTERM", marks=pytest.mark.wide),
-        pytest.param("return", "async", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("return", "async", "SIGTERM", marks=pytest.mark.wide),
         pytest.param("return", "main", "Ctrl-C", marks=pytest.mark.full),
     ],
 )
@@ -218,6 +219,7 @@ def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("files", "named"),

@@ -137,9 +137,9 @@ def test_disabled_stays_disabled(tmp_path):
     "ending",
     [
         "run.finish()",
-        pytest.param("wandb.finish()", marks=pytest.mark.full),
-        pytest.param("run.finish(exit_code=0)", marks=pytest.mark.full),
-        pytest.param("with run: pass", marks=pytest.mark.full),
+        pytest.param("wandb.finish()", marks=pytest.mark.wide),
+        pytest.param("run.finish(exit_code=0)", marks=pytest.mark.wide),
+        pytest.param("with run: pass", marks=pytest.mark.wide),
     ],
 )
 def test_only_the_function_ends_the_run(tmp_path, ending):
@@ -254,6 +254,7 @@ def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jo
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["closed", "hangs"])
 def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tmp_path, how):
@@ -341,6 +342,7 @@ def test_the_client_reports_no_errors_of_its_own(tmp_path):
     assert "--no-observability" in of_core
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path, mode):

@@ -148,10 +148,10 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
     ("argument", "mode"),
     [
         ("", "offline"),
-        pytest.param("", "disabled", marks=pytest.mark.full),
+        pytest.param("", "disabled", marks=pytest.mark.wide),
         pytest.param('run_mode="shared"', "offline", marks=pytest.mark.full),
         pytest.param('run_mode="new"', "offline", marks=pytest.mark.wide),
-        pytest.param("primary_rank=-1", "offline", marks=pytest.mark.full),
+        pytest.param("primary_rank=-1", "offline", marks=pytest.mark.wide),
     ],
 )
 def test_rank_0_alone_saves_the_checkpoint_whoever_has_a_run(tmp_path, argument, mode):
