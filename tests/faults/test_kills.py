@@ -201,7 +201,7 @@ def test_rows_of_attempts_that_were_logged_offline_follow_when_the_service_is_ba
     assert len(list(tmp_path.rglob("offline-run-*/*.synced"))) == 2
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_tail_of_a_process_that_the_kernel_kills_for_memory_is_sent_by_the_next_attempt(tmp_path):
     settings = {"tracking": {"id": jobs.RUN_ID}}
     with job(tmp_path) as started, memory_limit(100 * 2**20) as group:
@@ -339,7 +339,7 @@ def test_every_row_of_every_rank_arrives_once_whichever_process_of_a_shared_run_
     assert not journals_left(tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("when", "run_mode"),
     [

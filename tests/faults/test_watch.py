@@ -267,7 +267,7 @@ def test_a_run_of_another_tracker_stops_no_run_of_wandb_and_is_sent_by_send_mean
         assert here.state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job({**here.missing, "WANDB_MODE": "online"}), here.watch()
@@ -374,7 +374,7 @@ run.finish()
 """
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path):
     """Only its file tells that the client lives: a job that loads its data, or that was stopped, looks killed."""
     with cluster(tmp_path, "wandb") as here:

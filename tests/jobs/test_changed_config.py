@@ -39,7 +39,7 @@ class Job:
 # Each tracker has one of the modes, and W&B the default tier.
 ALL = [
     "wandb auto",
-    pytest.param("wandb shared", marks=pytest.mark.full),
+    pytest.param("wandb shared", marks=pytest.mark.wide),
     pytest.param("mlflow twice", marks=pytest.mark.full),
     pytest.param("trackio auto", marks=pytest.mark.wide),
     pytest.param("pluto auto", marks=pytest.mark.wide),

@@ -47,8 +47,8 @@ def test_trials_of_the_ranks_of_mpirun(tmp_path: Path) -> None:
     assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, "fork", "plain"], tmp_path), ranks=2)
 
 
+@pytest.mark.wide
 @pytest.mark.sampled_full(1)
-@pytest.mark.full
 @pytest.mark.parametrize("task", ["forks", "spawns"])
 def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
     done = flyte1_pods.run(task, tmp_path, module="flyte_children")
@@ -57,7 +57,7 @@ def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
     assert is_named == [task == "forks"] * 3  # one that is spawned knows nothing of the task
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_trials_of_a_flyte_2_pod(tmp_path: Path) -> None:
     done = flyte2_pods.run("forks", tmp_path, inputs={"n": 1}, module="flyte2_children_pod", WANDB_MODE="offline")
     assert_a_run_for_each_trial(done)
@@ -78,7 +78,7 @@ def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path) -> 
     assert "was started by" not in done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path) -> None:
     """What Slurm, a debugger or a shell script start in between has the rank's variables too."""
     wrapper = ["bash", "-c", '"$0" "$@"; exit $?']

@@ -69,7 +69,7 @@ end()
 """
 
 
-@pytest.mark.sampled_full(6)
+@pytest.mark.sampled_full(4)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "name"),
@@ -135,7 +135,7 @@ def test_a_pipe_can_be_the_script(tmp_path, path):
     assert outcome(tmp_path, *UNDER, path, "a", text=text) == (0, f"here __main__ {[path, 'a']}\n", "")
 
 
-@pytest.mark.sampled_full(5)
+@pytest.mark.sampled_full(4)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "end",

@@ -181,7 +181,7 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     assert [row["n"] for row in rows] == [1]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
@@ -233,7 +233,7 @@ def test_the_blocks_of_the_peers_readme_run(tmp_path):
     assert ("my-team", "my-project") in {(run.entity, run.project) for run in server.runs}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @needs_flyte
 @needs_sweeps
 def test_the_blocks_of_the_peers_readme_about_sweeps_run(tmp_path):

@@ -23,10 +23,11 @@ def differences(config: dict[str, Any], expected: dict[str, Any]) -> dict[str, t
     return {key: (found[key], wanted) for key, wanted in expected.items() if wanted != found[key]}
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
-    ["trackio", "mlflow", "pluto", "wandb", "jsonl"],
+    ["trackio", "pluto", "wandb", "mlflow", "jsonl"],
 )
 def test_each_tracker_takes_each_value(name, tmp_path):
     with BACKENDS[name](tmp_path) as backend:

@@ -164,7 +164,7 @@ def check_runs(job: Job, runs: dict[str, Kept], mode: str, scope: str) -> None:
         assert runs[run_id].config["tracking_init"]["world_size"] == RANKS
 
 
-@default_for(full=("mlflow",))
+@default_for()
 def test_the_last_rank_can_be_the_primary(backend, tmp_path):
     job = Job(backend, tmp_path, "last rank")
     done = job.ended()

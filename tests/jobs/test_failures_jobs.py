@@ -64,7 +64,7 @@ def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expec
     assert "flyteplugins_tracking" not in text  # the frames are the user's
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_of_two_nodes_the_exit_of_a_rank_beside_the_primary_is_seen(tmp_path):
     done = two_nodes(tmp_path, {"1": "kill"}, collectives=True)
     assert done.returncode != 0
@@ -198,7 +198,7 @@ def test_what_a_rank_says_at_its_end_arrives(tmp_path, how, expected, message):
     assert run.summary["failure/message"] == message
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_without_torch_a_rank_is_named_with_its_exit(tmp_path):
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*torchrun, *failing({"1": "sys.exit 7"}, tracking={"id": jobs.RUN_ID})], tmp_path)

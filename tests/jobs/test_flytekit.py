@@ -144,7 +144,7 @@ def test_a_failing_pod_writes_its_error_and_a_failed_run(tmp_path):
     assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 1)]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_outputs_to_ignore_are_no_failure(tmp_path):
     done = flyte1_pods.run("ignored", tmp_path)
     assert [run.exit_code for run in done.runs] == [0], done.output
@@ -164,7 +164,7 @@ def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
     assert sorted(run.id for run in done.runs) == ["f7c3a-n0-worker-0-rank-0", "f7c3a-n0-worker-1-rank-0"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_agent_of_a_pytorch_job_has_no_run(tmp_path):
     done = flyte1_pods.run("pytorch_job", tmp_path, RANK="1", WORLD_SIZE="16", PET_NPROC_PER_NODE="8")
     assert "RANK=1 is a node, not a process: PET_NPROC_PER_NODE=8" in done.output
@@ -177,7 +177,7 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     """The script inherits the pod's variables. flytekit's context there has a random prefix in each process."""
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
@@ -187,7 +187,7 @@ def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     assert run.config["tracking_init"]["flyte"]["execution"] == "f7c3a"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
     for index in ("0", "1"):
         done = flyte1_pods.run(

@@ -94,7 +94,7 @@ def test_an_inner_init_in_many_situations(tmp_path):
     assert "W&B: run mine was opened before" in done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_inner_init_syncs_tensorboard(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "writes_for_tensorboard", 2, IMPORTS="late")
@@ -103,7 +103,7 @@ def test_an_inner_init_syncs_tensorboard(tmp_path):
     assert [row["loss"] for row in only.rows if "loss" in row] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_a_sweep_has_chosen_stays(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "trials")

@@ -175,7 +175,7 @@ def test_a_start_run_of_the_function_joins_its_run_and_describes_it(server, tmp_
     assert done.output.count("Without effect: run_name='inner', description='by the script'. Pass these") == 1
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_not_hold(
     server, tmp_path, bare_environment, monkeypatch
 ):
@@ -247,7 +247,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert runs["mute"].params == {"late": "1"}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(server, tmp_path):
     process = jobs.start([sys.executable, SCRIPT, "full_disk", "little-room"], tmp_path, environment(server))
     wait_for_file(tmp_path / "opened", process)
@@ -431,7 +431,7 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
     assert len(history(run_id, "b")) == 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
@@ -458,8 +458,8 @@ def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_pat
     assert len(client.get_metric_history(run_id, "a")) == 1
 
 
+@pytest.mark.wide
 @pytest.mark.sampled_full(1)
-@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["sqlite:///", "file://"])
 def test_every_row_of_a_killed_process_is_once_in_the_files_of_this_machine(tmp_path, scheme):
     path = tmp_path / "mlflow"

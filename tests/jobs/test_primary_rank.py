@@ -37,7 +37,7 @@ def test_only_the_last_rank_has_the_run_and_its_exit_code_counts(tmp_path):
         assert not report["torch_loaded"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_last_local_rank_of_each_worker_has_its_run(tmp_path):
     tracking = {"primary_rank": -1, "rank_scope": "worker"}
     done = jobs.nodes(tmp_path, [3, 1], ["--rdzv-id=job"], tracking=tracking)
@@ -68,7 +68,7 @@ def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     assert {report["rank"] for report in done.reports if report["run_id"]} == {1}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_path):
     """Rank 0 has no run, and so sends no id."""
     script = (
@@ -121,7 +121,7 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
         ends_once_all_have_returned(started)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "shared"])
 def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_mode):
     """A second node comes, and has the last rank. Then it dies, and the first node goes on alone."""

@@ -226,11 +226,32 @@ def restarts(job: str) -> dict[str, Restart]:
     }
 
 
+# Whose launcher, platform or file another kind has.
+WIDE = {
+    "torchrun on a host of SageMaker, after a spot interruption",
+    "srun with RANK and WORLD_SIZE from Slurm's variables, a requeue",
+    "a program by itself in a batch job, a requeue",
+    "a process on each node of SkyPilot, a recovery",
+    "a program by itself in a managed job of SkyPilot, a recovery",
+    "a new torchrun with run_file, a run for each rank",
+    "two starts of a program by itself in a batch script",
+    "two managed jobs of SkyPilot with one name",
+    "two programs by themselves at the same time",
+    "a torchrun in each of two tasks of a step",
+    "two folds with mp.spawn in a program",
+    "two starts in the tasks of a step",
+}
+
+
 def with_a_tracker_each(kinds: Sequence[str], default: Sequence[str]) -> pytest.MarkDecorator:
     """Run each kind with one tracker, in turn; those of the default tier with W&B."""
     others = {kind: TRACKERS[number % len(TRACKERS)] for number, kind in enumerate(kinds)}
     params = [pytest.param("wandb", kind) for kind in default]
-    params += [pytest.param(others[kind], kind, marks=pytest.mark.full) for kind in kinds if kind not in default]
+    params += [
+        pytest.param(others[kind], kind, marks=pytest.mark.wide if kind in WIDE else pytest.mark.full)
+        for kind in kinds
+        if kind not in default
+    ]
     return pytest.mark.parametrize(("backend", "kind"), params, indirect=["backend"], scope="module")
 
 
@@ -388,6 +409,7 @@ def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script:
     assert sorted(map(str, job.points.values())) == sorted(map(str, [requeued, other]))
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("content", "message"),
@@ -420,6 +442,7 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert job.kept()["has_ended"]
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def require_axes_and_configs(job):
     assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_offline_roles_are_sent_into_a_live_run(job):
     owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
     job.wait("open-owner", owner)
@@ -143,7 +143,7 @@ def test_offline_jobs_are_sent_together(job):
     assert (run.mixed_writers, run.rows_overwritten, run.state, run.exit_codes) == (False, 0, "failed", [3])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("roles", [ROLES, pytest.param(None, marks=pytest.mark.wide)], ids=["an owner", "a plain job"])
 def test_the_nodes_of_a_job_that_was_offline_are_sent_together(job, roles):
     """The run is described and ended by the primary, which opens it last here."""
@@ -206,7 +206,7 @@ def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.stored == before
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -316,7 +316,7 @@ def test_what_a_role_does_with_the_run_object_is_its_own(job):
     assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_columns_that_a_role_defines_are_its_own(job):
     """The recording server keeps the definitions of the last writer only."""
     owner = job.start(roles=ROLES, rows=1, ends="stop")
@@ -344,8 +344,8 @@ def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.stored.status == "finished"
 
 
+@pytest.mark.wide
 @pytest.mark.sampled_full(1)
-@pytest.mark.full
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(job, order):
     """The primary may open the run after another node of its job."""
@@ -413,7 +413,7 @@ def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(job):
     assert (run.summary["rank0"], run.summary["rollout-0/rank0"]) == (1, 4)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})
     role = job.run("rollout-0", ranks=2, rows=50)
@@ -440,7 +440,7 @@ def test_a_slurm_array_has_a_role_for_each_task(job):
         assert job.arrived(name) == job.logged(name)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
     """Also after rows that it was given steps for, and after a kill."""
     with WandbServer(replaces=True) as server:
@@ -498,7 +498,7 @@ def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
 # A service whose answers are old
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(job):
     """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
     owner = job.start(roles=ROLES, rows=3, ends="stop", how="exit 3")
@@ -537,7 +537,7 @@ def killed_with_rows_left(job, rows=3000):
     return owner
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(job):
     owner = killed_with_rows_left(job)
     job.server.operations.clear()

@@ -174,7 +174,7 @@ def test_files_of_the_bare_client_that_was_not_told_to_resume_do_not_overwrite_r
         assert_each_row_once(server.run("run"), [4, 4])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_rows_that_are_counted_late_are_not_overwritten(tmp_path):
     with WandbServer(late=(4.0, 4.0)) as server:
         log_attempt(tmp_path, 0, "offline raise", server)
@@ -185,7 +185,7 @@ def test_rows_that_are_counted_late_are_not_overwritten(tmp_path):
         assert server.run("run").state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_send_that_is_killed_and_repeated_leaves_the_run_as_its_last_attempt_has_left_it(tmp_path):
     with WandbServer() as server:
         log_attempt(tmp_path, 0, "offline raise 2000", server)

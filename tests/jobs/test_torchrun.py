@@ -105,7 +105,7 @@ def test_ragged_nodes_agree_on_ids(ragged_nodes):
     assert len({report["run_id"] for report in done.reports}) == 4
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes, ragged_nodes):
     twice = [{run.id.partition("-worker-")[0] for run in done.runs} for done in (two_nodes, ragged_nodes)]
     assert [len(bases) for bases in twice] == [1, 1]
@@ -193,7 +193,7 @@ def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_rank
     assert len({run.group for run in done.runs}) == 2
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_torch_distributed_launch_is_torchelastic(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2"]
     done = jobs.run([*command, f"--master-port={jobs.free_port()}", *jobs.train()], tmp_path)

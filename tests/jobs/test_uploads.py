@@ -128,7 +128,7 @@ def test_the_next_attempt_sends_the_artifacts_that_a_cut_end_has_left(tmp_path):
         assert len(server.run("r").artifacts) == len(run.artifacts)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.mute(only="upload")) as stops:
@@ -144,7 +144,7 @@ def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path
         assert_all_is_sent(server, tmp_path, 0)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_another_node_uploads_arrives_though_the_primary_has_ended_the_run(tmp_path):
     with WandbServer() as server:
         server.fault = Fault.slow(SLOW_S, only="upload")

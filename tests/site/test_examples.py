@@ -86,7 +86,7 @@ def test_modes_has_one_run_of_all_ranks(tmp_path):
     assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(2) for step in range(10)]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_slow_rank_is_named_and_an_evaluation_is_no_hang(tmp_path):
     done = example(tmp_path, "slow_rank.py", 2, "0.5")
     (run,) = done.runs
@@ -183,7 +183,7 @@ def test_an_evaluation_logs_to_the_run_of_its_training(tmp_path):
     assert ["test/error" in row for row in run.rows] == ([False] * 10 + [True]) * 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_evaluation_by_itself_has_a_run(tmp_path):
     (run,) = jobs.python(tmp_path, EXAMPLES / "evaluation.py", "evaluate").runs
     assert (run.exit_code, len(run.rows)) == (0, 1)
@@ -287,7 +287,7 @@ def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, commands), "torchelastic")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     task = yaml.safe_load((EXAMPLES / "konduktor" / "task.yaml").read_text())
     nodes, (_, gpus) = task["num_nodes"], task["resources"]["accelerators"].split(":")
@@ -404,7 +404,7 @@ def test_three_processes_log_to_one_run(tmp_path, server):
     assert {key: sum(key in row for row in run.rows) for key, _ in roles.values()} == dict(roles.values())
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_all_roles_of_one_srun_log_to_one_run(tmp_path, server):
     job = {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}
     started = [
