@@ -25,7 +25,7 @@ from support.kills import (
     moments,
     send_in_spite_of_kills,
 )
-from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun, stored_runs
+from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
 from support.vendors import skip_where_lost
 from support.waiting import wait_for_file, wait_until
 
@@ -456,22 +456,6 @@ def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_pat
     is_given_up.set()
     assert is_late.wait(60)
     assert len(client.get_metric_history(run_id, "a")) == 1
-
-
-@pytest.mark.wide
-@pytest.mark.sampled_full(1)
-@pytest.mark.parametrize("scheme", ["sqlite:///", "file://"])
-def test_every_row_of_a_killed_process_is_once_in_the_files_of_this_machine(tmp_path, scheme):
-    path = tmp_path / "mlflow"
-    env = {"MLFLOW_TRACKING_URI": f"{scheme}{path}", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    logged = logged_by_killed_training(tmp_path / "job", "mlflow", "files", env, moments(6))
-    lines = [line for file in path.glob("*/*/metrics/rank0") for line in file.read_text().splitlines()]
-    in_directory = [int(float(line.split()[1])) for line in lines]
-    in_database = [] if in_directory else [row for run in stored_runs(path, "files") for row in run.rows]
-    values = in_directory or [int(value) for key, value, *_ in in_database if key == "rank0"]
-    assert set(logged) <= set(values)
-    assert len(values) == len(set(values))
-    assert not journals_left(tmp_path)
 
 
 @pytest.mark.full

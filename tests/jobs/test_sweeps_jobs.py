@@ -67,14 +67,6 @@ def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
     assert (fails.entity, fails.project) == ("e", "p2")
 
 
-@pytest.mark.wide
-def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tmp_path):
-    with WandbServer() as server:
-        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_teardown.py", env=server.environment)
-        assert done.returncode == 0, done.output
-        assert values(server.run("outer"), "x") == [0, 1]
-
-
 @pytest.mark.full
 def test_what_a_thread_logs_during_a_teardown_is_sent_when_the_function_ends(tmp_path):
     with WandbServer() as server:
