@@ -53,18 +53,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("wide")
 
 
-# The longest files, in whose order the workers begin them. Tests without a job come last: they are short.
+# The longest files, in whose order the workers begin them. The other ones of tests without a job come last: they are short.
 LONGEST = (
-    "test_kills",
     "test_watch",
-    "test_conformance",
-    "test_roles_jobs",
+    "test_kills",
     "test_restarts",
+    "test_testing",
+    "test_sigterm",
+    "test_docs",
     "test_mlflow_jobs",
+    "test_roles_jobs",
+    "test_conformance",
+    "test_children",
     "test_wandb_ends",
+    "test_wandb_runs",
     "test_reliability",
     "test_shared",
     "test_flyte2",
+    "test_send",
+    "test_turned_off",
 )
 
 
