@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("wide")
 
 
-# The longest files, in whose order the workers begin them. The other ones of tests without a job come last: they are short.
+# The longest files, in whose order the workers begin them. The other tests without a job come last: they are short.
 LONGEST = (
     "test_watch",
     "test_kills",

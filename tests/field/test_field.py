@@ -197,7 +197,7 @@ def faults_of(script: Script) -> list[str]:
 
 
 # Beside an exception, which one meets in `make test`.
-UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none")}
+UNDER_RUN = {("module_level", "sigkill")}
 
 
 DEFAULT_TIER = ("trainer_class/main",)
@@ -234,8 +234,7 @@ def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, nam
     assert (run.summary.get("failure/rank"), run.summary.get("failure/type")) == what.failure
 
 
-# By hand, and with a class that trains.
-PARITY = ("many_arguments", "trainer_class/main")
+PARITY = ("trainer_class/main",)
 
 
 @pytest.mark.full

@@ -327,7 +327,7 @@ mlflow.start_run(run_id=run.info.run_id)""",
 }
 
 
-@pytest.mark.sampled_full(3)
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tracker", ["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "trackio"))]

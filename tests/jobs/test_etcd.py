@@ -84,6 +84,7 @@ def test_the_ranks_agree_on_an_id_and_keep_it_over_a_restart(
     assert {report["restart_count"] for report in done.reports} == {0, 1}
 
 
+@pytest.mark.wide
 def test_another_start_has_another_id(etcd: str, tmp_path: Path) -> None:
     for name in ("first", "second"):
         done = run(etcd, tmp_path / name, "etcd-v2", [2], tracking={"project": "p"})

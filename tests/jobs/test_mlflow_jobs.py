@@ -130,7 +130,7 @@ def test_mlflow_run_id_chooses_the_run_and_stays_set(fluent):
     assert (run.status, run.values("chosen")) == ("FINISHED", [1.0])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_autologging_is_the_ranks_own_that_has_a_run(server, tmp_path):
     agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*agent, SCRIPT, "ranks", "ranks"], tmp_path, environment(server))

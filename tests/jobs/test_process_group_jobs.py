@@ -49,7 +49,7 @@ def test_a_model_that_outlives_its_group_does_not_hang_in_its_destructor(ranks):
     assert all(seen["models that outlive their group"] for seen in ranks)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc")
 def test_a_thread_of_gloo_that_is_late_does_not_abort_the_process_at_its_end(tmp_path):
     """Without the package's part, torch ends the process with SIGABRT."""

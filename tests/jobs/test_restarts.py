@@ -235,6 +235,7 @@ WIDE = {
     "a program by itself in a managed job of SkyPilot, a recovery",
     "a new torchrun with run_file, a run for each rank",
     "two starts of a program by itself in a batch script",
+    "two starts of torchrun in a batch script",
     "two managed jobs of SkyPilot with one name",
     "two programs by themselves at the same time",
     "a torchrun in each of two tasks of a step",

@@ -177,7 +177,7 @@ def test_fsdp_has_one_run_with_the_values_of_all_ranks(tmp_path):
     assert run.rows[-1]["loss/mean"] < run.rows[0]["loss/mean"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_evaluation_logs_to_the_run_of_its_training(tmp_path):
     (run,) = example(tmp_path, "evaluation.py", 2).runs
     assert ["test/error" in row for row in run.rows] == ([False] * 10 + [True]) * 3
@@ -323,7 +323,7 @@ def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     assert done.runs[0].id == f"slurm-here-{job}-0-train"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_path):
     """`srun` is replaced by two agents. `tests/slurm` requeues the script on a real Slurm."""
     job = secrets.token_hex(4)  # starts are counted by job

@@ -194,7 +194,7 @@ def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook)
     assert [run.project for run in notebook.server.runs] == ["launched", "launching"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
     run = lightning.run("wandb")
     assert (run.id, run.name, run.exit_codes, run.config["mine"]) == ("wandb", "ours", [0], 1)
@@ -227,6 +227,7 @@ def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launch
     assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(("framework", "data"), [("trainer", "y = 2x"), ("lightning", "noise")])
 def test_the_examples_have_one_run_with_the_frameworks_rows(framework, data, request):
