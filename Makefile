@@ -15,7 +15,8 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 TORCH := $(VENV)/.torch
 FOR_DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
-# pip compiles on one core, compileall on all of them, without a third of the code, which nothing here imports.
+# pip compiles on one core, compileall on all of them, without a third of the code, which nothing here imports. torch, which
+# is a half of it, is compiled while pip installs the others.
 # pip's warnings are left out, its errors are not.
 INSTALL := $(BIN)/pip install -qq --no-compile
 # The first pip with --group. Python's own venv may have an older one.
@@ -113,11 +114,13 @@ $(FOR_DEMO): $(TORCH)
 	@touch $@
 
 # pluto-ml last and beside the others, where its .pth is not run: that imports it at each start of an interpreter.
+# pytest compiles the tests once here. Else each of its workers would, at the same time.
 $(INSTALLED): $(TORCH)
 	@echo "Installing into $(VENV), 2 of 2: all that the tests, docs and checks need, about 300 packages. A few minutes."
-	@$(INSTALL) -e . --group dev -c constraints.txt
+	@$(COMPILE) & $(INSTALL) -e . --group dev -c constraints.txt; installed=$$?; wait; exit $$installed
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
 	@$(COMPILE)
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
 	@touch $(FOR_DEMO) $@
 
 $(ENGINES)/.installed: pyproject.toml constraints.txt

@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     first: dict[object, dict[str, object]] = {}
     cases: Counter[object] = Counter()
+    of_all: Counter[object] = Counter()
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_place)
     for item in items:
@@ -40,6 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.function] += 1
             if cases[item.function] > sampled.args[0]:
                 item.add_marker("full")
+        if (sampled := item.get_closest_marker("sampled_full")) and not item.get_closest_marker("wide"):
+            of_all[item.function] += 1
+            if of_all[item.function] > sampled.args[0]:
+                item.add_marker("wide")
         if item.get_closest_marker("crossed") and isinstance(item, pytest.Function):
             # `callspec.indices` counts the cases of a test, and not the values of its argument.
             values = item.callspec.params
@@ -48,18 +53,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("wide")
 
 
-# The longest files, in whose order the workers begin them. Tests without a job come last: they are short.
+# The longest files, in whose order the workers begin them. The other tests without a job come last: they are short.
 LONGEST = (
-    "test_kills",
     "test_watch",
-    "test_conformance",
-    "test_roles_jobs",
+    "test_kills",
     "test_restarts",
+    "test_testing",
+    "test_sigterm",
+    "test_docs",
     "test_mlflow_jobs",
+    "test_roles_jobs",
+    "test_conformance",
+    "test_children",
     "test_wandb_ends",
+    "test_wandb_runs",
     "test_reliability",
     "test_shared",
     "test_flyte2",
+    "test_send",
+    "test_turned_off",
 )
 
 

@@ -619,8 +619,6 @@ DEFAULT_TIER = frozenset(
         "server refuses at the start",
         "bad API key",
         "server answers 500 for 6 s",
-        "server gone at the end",
-        "full disk",
         "NaN and infinity",
     }
 )
@@ -628,6 +626,11 @@ DEFAULT_TIER = frozenset(
 WIDE = frozenset(
     {
         "two restarts",
+        "server mute at the start",
+        "server mute for 6 s",
+        "server slow, 2 s an answer",
+        "another rank out of memory, an exception",
+        "Flyte Elastic, spawn: `os._exit(7)` on another rank",
         "SIGKILL of the writer, a new job",
         "server answers 429 for 6 s",
         "server down for 20 s",

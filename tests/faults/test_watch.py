@@ -118,28 +118,9 @@ def end(process: jobs.Process, number: int = signal.SIGKILL) -> int:
     return process.returncode
 
 
-BREAKS = """
-import sys
-from pathlib import Path
-from flyteplugins_tracking.__main__ import main
-from flyteplugins_tracking._commands.watch import Watcher
-looks = Watcher.look
-Watcher.look = lambda watcher: 1 / 0 if Path("breaks").exists() else looks(watcher)
-sys.exit(main())
-"""
-
-
 def test_a_wandb_run_without_network_is_live_and_has_its_true_state(tmp_path):
     with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.start("--watch", "--interval=0.2", program=("-c", BREAKS))
-        here.wait_for_more_rows(watcher)
-        (here.directory / "breaks").touch()
-        done = jobs.finish(watcher, here.directory)
-        assert done.returncode == 1
-        assert "ZeroDivisionError" in done.output
-        assert here.state == "running"
-
-        watcher = here.watch()
+        attempt, watcher = here.start_job(), here.watch()
         here.wait_for_more_rows(watcher)
         here.wait_for_more_rows(watcher)
         assert here.state == "running"
@@ -244,47 +225,27 @@ sys.exit(main())
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("fault", "seconds"),
-    [
-        (Fault.status(401, only="filestream"), 1),
-        *(pytest.param(Fault.status(code, only="filestream"), 15, marks=pytest.mark.wide) for code in (409, 503)),
-    ],
-)
-def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_path, fault, seconds):
-    """wandb-core sends no row after a refusal, and says nothing. A run that is only away is opened again too."""
+def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_path):
+    """wandb-core sends no row after a refusal, and says nothing."""
     with cluster(tmp_path, "wandb") as here:
         attempt = here.start_job()
         watcher = here.start("--watch", "--interval", "0.5", "--until-done", program=("-c", STALLED_SOON))
         here.wait_for_more_rows(watcher)
-        with here.backend._server.failing(fault):
+        with here.backend._server.failing(Fault.status(401, only="filestream")) as fault:
             here.backend._server.wait_for(lambda: fault.hits)
-            time.sleep(seconds)
+            time.sleep(1)
         for _ in range(2):
             here.wait_for_more_rows(watcher)
         (here.directory / "stop").touch()
         assert jobs.finish(attempt, here.directory).returncode == 0
         done = jobs.finish(watcher, here.directory)
         assert done.returncode == 0, done.output
-        assert seconds > 1 or done.output.count("W&B does not take the rows") == 1, done.output
+        assert done.output.count("W&B does not take the rows") == 1, done.output
         here.assert_each_once()
         assert here.state == "finished"
 
 
-@pytest.mark.parametrize(
-    "tracker", ["pluto", *(pytest.param(one, marks=pytest.mark.wide) for one in ("mlflow", "trackio"))]
-)
-def test_attempts_that_have_ended_before_are_sent_one_behind_the_other(tmp_path, tracker):
-    with cluster(tmp_path, tracker) as here:
-        (here.directory / "stop").touch()
-        for _ in range(2):
-            assert jobs.finish(here.start_job(), here.directory).returncode == 0
-        done = here.send()
-        assert done.returncode == 0, done.output
-        here.assert_each_once()
-        assert here.state == "finished"
-
-
+@pytest.mark.wide
 def test_a_run_of_another_tracker_stops_no_run_of_wandb_and_is_sent_by_send_meanwhile(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job(), here.watch("--until-done")
@@ -306,7 +267,7 @@ def test_a_run_of_another_tracker_stops_no_run_of_wandb_and_is_sent_by_send_mean
         assert here.state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job({**here.missing, "WANDB_MODE": "online"}), here.watch()
@@ -339,8 +300,7 @@ def test_rows_of_a_long_outage_arrive_once(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_killed", [pytest.param(False, marks=pytest.mark.wide), True])
-def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
+def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path):
     settings = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}}
     command = [sys.executable, "-m", "flyteplugins_tracking", "send", "--watch", "--until-done", "--interval", "0.2"]
     with job(tmp_path) as started:
@@ -353,10 +313,7 @@ def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
             count = len(started.server.runs[0].rows) if started.server.runs else 0
             wait_until(lambda: started.server.runs and len(started.server.runs[0].rows) > count, watcher)  # noqa: B023
             end(watcher)
-        if is_killed:
-            kill_with_children(process.pid)
-        else:
-            started.go()
+        kill_with_children(process.pid)
         process.communicate()
         env = {**env, "WANDB_MODE": "offline"}  # that of the jobs may be set on the login node too
         done = jobs.run([*command, "--killed-after", "2", str(tmp_path)], tmp_path, env)
@@ -364,21 +321,7 @@ def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path, is_killed):
         found = started.outcome()
     assert found.logged <= found.arrived
     assert found.duplicates == 0
-    assert found.state == ("failed" if is_killed else "finished")
-
-
-@pytest.mark.wide
-def test_a_run_whose_directory_is_renamed_goes_on(tmp_path):
-    """It is another run for the watcher, which has it open: as if an attempt online had had it meanwhile."""
-    with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.watch()
-        here.wait_for_more_rows(watcher)
-        (here.directory / "wandb").rename(here.directory / "renamed")
-        for _ in range(2):
-            here.wait_for_more_rows(watcher)
-        end(attempt)
-        wait_until(lambda: here.state == "failed" and not journals_left(here.directory), watcher)
-        here.assert_each_once()
+    assert found.state == "failed"
 
 
 def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_ends_the_watcher_with_an_error(tmp_path):
@@ -397,17 +340,10 @@ def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_ends_the
         assert done.returncode == 1, done.output
         assert done.output.endswith(f"cannot send: {other} is not a directory\n")
         assert here.state == "running"
-        watcher = here.watch("--until-done")
-        here.wait_for_more_rows(watcher)
-        (here.directory / "stop").touch()
-        assert jobs.finish(attempt, here.directory).returncode == 0
-        done = jobs.finish(watcher, here.directory)
-        assert done.returncode == 0, done.output
-        here.assert_each_once()
-        assert here.state == "finished"
+        jobs.kill(attempt)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
     """As `wandb sync` does it."""
     with cluster(tmp_path, "wandb") as here:
@@ -438,15 +374,12 @@ run.finish()
 """
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("goes", [0, pytest.param(1, marks=pytest.mark.wide)])
-def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path, goes):
+@pytest.mark.wide
+def test_a_run_of_wandbs_client_that_was_taken_for_killed_goes_on(tmp_path):
     """Only its file tells that the client lives: a job that loads its data, or that was stopped, looks killed."""
     with cluster(tmp_path, "wandb") as here:
         here.started.append(jobs.start([sys.executable, "-c", BARE], here.directory))
         wait_until(lambda: list(here.directory.glob("wandb/*/*.wandb")), here.started[-1])
-        for number in range(goes):
-            (here.directory / f"go-{number}").touch()
         done = here.send("--watch", "--until-done", "--interval", "0.2", "--killed-after", "1")
         assert done.returncode == 0, done.output
         for number in range(2):
@@ -492,26 +425,19 @@ def test_the_console_name_tags_summary_and_metadata_of_a_wandb_run_are_sent_whil
         assert (run.summary["set"], run.summary["row"]) == (1, {"min": 0})
 
 
-def test_a_watcher_without_a_key_ends_with_an_error_and_asks_nobody(tmp_path):
+@needs_root
+def test_what_does_not_pass_by_itself_ends_the_watcher_with_an_error(tmp_path):
+    """No key where nobody can be asked for one, a key that is refused, and a file of another user."""
+    once = ("--watch", "--until-done", "--interval=0.2", "--killed-after=1")
     with cluster(tmp_path, "wandb") as here:
         (here.directory / "stop").touch()
         assert jobs.finish(here.start_job(), here.directory).returncode == 0
         env = jobs.environment(here.directory, **here.backend.environment())
-        env = {name: value for name, value in env.items() if not name.endswith(("API_KEY", "API_TOKEN"))}
+        del env["WANDB_API_KEY"]
         main, terminal = pty.openpty()
+        command = [sys.executable, "-m", "flyteplugins_tracking", "send", *once, str(here.directory)]
         try:
-            command = [
-                sys.executable,
-                "-m",
-                "flyteplugins_tracking",
-                "send",
-                "--watch",
-                "--until-done",
-                "--interval=0.2",
-            ]
-            done = subprocess.run(
-                [*command, str(here.directory)], env=env, stdin=terminal, stdout=terminal, stderr=terminal, timeout=60
-            )
+            done = subprocess.run(command, env=env, stdin=terminal, stdout=terminal, stderr=terminal, timeout=60)
             output = os.read(main, 1 << 16).decode()
         finally:
             os.close(main)
@@ -520,32 +446,20 @@ def test_a_watcher_without_a_key_ends_with_an_error_and_asks_nobody(tmp_path):
         assert output.count("there is no API key for") == 1
         assert here.state == "not there"
 
-
-def test_what_does_not_pass_by_itself_ends_the_watcher(tmp_path):
-    with cluster(tmp_path, "wandb") as here:
-        (here.directory / "stop").touch()
-        assert jobs.finish(here.start_job(), here.directory).returncode == 0
-        done = here.send("--watch", "--until-done", "--interval=0.2", env={"WANDB_API_KEY": "0" * 40})
-        assert done.returncode == 1, done.output
-        assert done.output.count("not sent") == 1
-        done = here.send("--watch", "--until-done", "--interval=0.2")
+        refused = here.send(*once, env={"WANDB_API_KEY": "0" * 40})
+        (file,) = here.directory.glob("wandb/offline-run-*/*.wandb")
+        os.chown(file, NOBODY, NOBODY)
+        of_another = here.send(*once)
+        assert (refused.returncode, of_another.returncode) == (1, 1)
+        assert refused.output.count("not sent") == 1
+        assert "is not a file of this user" in of_another.output
+        os.chown(file, 0, 0)
+        done = here.send(*once)
         assert done.returncode == 0, done.output
         here.assert_each_once()
 
 
-@needs_root
-def test_a_file_of_another_user_ends_the_watcher(tmp_path):
-    with cluster(tmp_path, "wandb") as here:
-        (here.directory / "stop").touch()
-        assert jobs.finish(here.start_job(), here.directory).returncode == 0
-        (file,) = here.directory.glob("wandb/offline-run-*/*.wandb")
-        os.chown(file, NOBODY, NOBODY)
-        done = here.send("--watch", "--until-done", "--interval=0.2", "--killed-after=1")
-        assert done.returncode == 1, done.output
-        assert "not sent" in done.output
-
-
-@pytest.mark.full
+@pytest.mark.wide
 def test_runs_of_two_projects_with_one_id_are_two_runs(tmp_path):
     """As a job that trains in one project, and evaluates in another."""
     with cluster(tmp_path, "wandb") as here:

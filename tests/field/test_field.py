@@ -197,10 +197,10 @@ def faults_of(script: Script) -> list[str]:
 
 
 # Beside an exception, which one meets in `make test`.
-UNDER_RUN = {("module_level", "sigkill"), ("hydra_config", "none")}
+UNDER_RUN = {("module_level", "sigkill")}
 
 
-DEFAULT_TIER = ("module_level", "many_arguments", "trainer_class/main")
+DEFAULT_TIER = ("trainer_class/main",)
 
 
 def tier_of(form: Callable[[str], list[str]], name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -209,7 +209,7 @@ def tier_of(form: Callable[[str], list[str]], name: str, fault: str) -> tuple[py
     `make test-wide` has all pairs.
     """
     if fault == (SCRIPTS[name].brief if form is moved else "exception" if name == "module_level" else ""):
-        return () if name in DEFAULT_TIER else (pytest.mark.full,)
+        return () if name in DEFAULT_TIER or form is under_run else (pytest.mark.full,)
     return (pytest.mark.full if form is under_run and (name, fault) in UNDER_RUN else pytest.mark.wide,)
 
 
@@ -234,8 +234,7 @@ def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, nam
     assert (run.summary.get("failure/rank"), run.summary.get("failure/type")) == what.failure
 
 
-# By hand, and with a class that trains.
-PARITY = ("many_arguments", "trainer_class/main")
+PARITY = ("trainer_class/main",)
 
 
 @pytest.mark.full

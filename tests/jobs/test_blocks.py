@@ -30,6 +30,7 @@ def rows(run: StoredRun) -> list[int]:
     return [row["row"] for row in run.rows]
 
 
+@pytest.mark.sampled_full(5)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "runs"),
@@ -49,6 +50,7 @@ def test_each_block_has_its_run_with_its_rows_and_status(tmp_path: Path, how: st
     assert [(one.exit_code, rows(one)) for one in done.runs] == [(0, [0, 1, 2, 3, 4])] * runs
 
 
+@pytest.mark.sampled_full(5)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("end", "code", "status"), [("raise", 1, 1), ("exit", 5, 5)])
 @pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])
@@ -58,6 +60,7 @@ def test_the_run_has_the_status_of_the_block(tmp_path: Path, how: str, end: str,
     assert (done.returncode, one.exit_code, len(one.rows)) == (code, status, 5), done.output
 
 
+@pytest.mark.full
 def test_a_generator_that_is_left_in_its_block_fails_and_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "in_a_generator_that_is_left")
     (one,) = done.runs
@@ -65,6 +68,7 @@ def test_a_generator_that_is_left_in_its_block_fails_and_says_so(tmp_path: Path)
     assert "the generator with this block was closed before its end" in done.output
 
 
+@pytest.mark.full
 def test_a_block_cannot_be_entered_again(tmp_path: Path) -> None:
     done = run(tmp_path, "again")
     assert done.returncode == 1
@@ -149,6 +153,7 @@ manager.shutdown_kernel()
 """
 
 
+@pytest.mark.full
 def test_cells_of_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install ipykernel")
     (tmp_path / "cells.py").write_text(CELLS)
@@ -173,6 +178,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert codes == {"good": (0, 1), "bad": (1, 1), "stopped": (130, 1), "again": (0, 1)}
 
 
+@pytest.mark.full
 def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
     script = tmp_path / "imports.py"
     script.write_text(

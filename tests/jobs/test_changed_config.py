@@ -36,13 +36,13 @@ class Job:
         return [line.partition(CHANGE)[2] for line in self.done.output.splitlines() if CHANGE in line]
 
 
-# Each tracker has one of the modes, and W&B the default tier.
+# Each tracker has one of the modes, and W&B the default tier. What MLflow does with a param: `test_mlflow_jobs.py`.
 ALL = [
     "wandb auto",
-    pytest.param("wandb shared", marks=pytest.mark.full),
-    pytest.param("mlflow twice", marks=pytest.mark.full),
-    pytest.param("trackio auto", marks=pytest.mark.full),
-    pytest.param("pluto auto", marks=pytest.mark.full),
+    pytest.param("wandb shared", marks=pytest.mark.wide),
+    pytest.param("mlflow twice", marks=pytest.mark.wide),
+    pytest.param("trackio auto", marks=pytest.mark.wide),
+    pytest.param("pluto auto", marks=pytest.mark.wide),
 ]
 
 

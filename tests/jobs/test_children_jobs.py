@@ -9,7 +9,6 @@ from support import flyte1_pods, flyte2_pods, jobs
 TRIALS = jobs.PROGRAMS / "trials.py"
 TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=1")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0) -> None:
@@ -23,15 +22,14 @@ def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0
         assert run.exit_code == 0
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "parent"),
     [
-        pytest.param("fork", "plain", marks=pytest.mark.wide),
-        pytest.param("fork", "tracked", marks=pytest.mark.full),
+        ("fork", "tracked"),
         ("spawn", "plain"),
-        pytest.param("forkserver", "plain", marks=pytest.mark.full),
-        pytest.param("subprocess", "tracked", marks=pytest.mark.full),
+        ("subprocess", "tracked"),
     ],
 )
 def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: str) -> None:
@@ -45,18 +43,12 @@ def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: s
 
 @pytest.mark.full
 @jobs.needs_mpirun
-@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.wide)])
-def test_trials_of_the_ranks_of_mpirun(tmp_path: Path, how: str) -> None:
-    assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, how, "plain"], tmp_path), ranks=2)
+def test_trials_of_the_ranks_of_mpirun(tmp_path: Path) -> None:
+    assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, "fork", "plain"], tmp_path), ranks=2)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_trials_of_a_process_with_plain_variables(tmp_path: Path, how: str) -> None:
-    assert_a_run_for_each_trial(jobs.run([sys.executable, TRIALS, how, "plain"], tmp_path, BY_HAND))
-
-
-@pytest.mark.full
+@pytest.mark.wide
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("task", ["forks", "spawns"])
 def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
     done = flyte1_pods.run(task, tmp_path, module="flyte_children")
@@ -65,7 +57,7 @@ def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
     assert is_named == [task == "forks"] * 3  # one that is spawned knows nothing of the task
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_trials_of_a_flyte_2_pod(tmp_path: Path) -> None:
     done = flyte2_pods.run("forks", tmp_path, inputs={"n": 1}, module="flyte2_children_pod", WANDB_MODE="offline")
     assert_a_run_for_each_trial(done)
@@ -79,23 +71,17 @@ def test_a_run_id_from_the_environment_is_that_of_the_rank_and_not_of_its_childr
     assert [run.id for run in done.runs if run.config["trial"] == "parent"] == [jobs.RUN_ID]
 
 
-@pytest.mark.parametrize("launcher", [[sys.executable], pytest.param(TORCHRUN, marks=pytest.mark.full)])
-def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path, launcher: list[str]) -> None:
-    done = jobs.run([*launcher, TRIALS, "rank", "plain"], tmp_path)
+@pytest.mark.full
+def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path) -> None:
+    done = jobs.run([*TORCHRUN, TRIALS, "rank", "plain"], tmp_path)
     assert done.returncode == 0, done.output
     assert "was started by" not in done.output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        ["bash", "-c", '"$0" "$@"; exit $?'],
-        *(pytest.param(words, marks=pytest.mark.wide) for words in (["timeout", "100"], ["nice"])),
-    ],
-)
-def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path, wrapper: list[str]) -> None:
+@pytest.mark.wide
+def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path) -> None:
     """What Slurm, a debugger or a shell script start in between has the rank's variables too."""
+    wrapper = ["bash", "-c", '"$0" "$@"; exit $?']
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--no-python"), *wrapper, sys.executable]
     done = jobs.run([*command, *jobs.train()], tmp_path)
     assert done.returncode == 0, done.output

@@ -69,7 +69,8 @@ end()
 """
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled_full(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -115,6 +116,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_processes_of_each_kind_find_the_script_again(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
     assert as_python(tmp_path, "script.py", "a").count("'a'") == 3
@@ -158,7 +160,8 @@ def test_two_dashes_behind_the_script_are_dropped_under_torchrun_as_torchrun_doe
     assert (code, printed) == (0, "['script.py', '--x', '--', '1']\n"), told
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled_full(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "end",
     [
@@ -184,6 +187,7 @@ def test_a_script_ends_and_tells_why_as_without_the_command(tmp_path, end):
     assert as_python(directory, "-m", "script").startswith("begun\n")
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words", [["wrong.py"], ["nothing.py"], ["empty"], ["-m", "nothing"], ["-m", "package.nothing"]]
@@ -219,6 +223,7 @@ pool.submit(later, 2)
 """
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("end", "code", "status", "told"),
@@ -267,21 +272,20 @@ MISSPELT = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISSPELT)
-def test_what_is_misspelt_opens_no_run_and_is_told_in_the_words_of_the_command(
-    tmp_path, monkeypatch, capfd, words, message
-):
+def test_what_is_misspelt_opens_no_run_and_is_told_in_the_words_of_the_command(tmp_path, monkeypatch, capfd, subtests):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     Path("script.py").write_text("print('ran')")
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    told = (str(ended.value) if isinstance(ended.value.code, str) else "") + capfd.readouterr().err
-    assert message in told
-    assert ended.value.code not in (None, 0)
-    assert os.listdir(tmp_path) == ["script.py"]
+    for words, message in MISSPELT:
+        with subtests.test(message):
+            with pytest.raises(SystemExit) as ended:
+                command.main(words)
+            told = (str(ended.value) if isinstance(ended.value.code, str) else "") + capfd.readouterr().err
+            assert message in told
+            assert ended.value.code not in (None, 0)
+            assert os.listdir(tmp_path) == ["script.py"]
 
 
 def test_each_argument_has_an_option_or_is_said_to_have_none(capsys):
@@ -348,6 +352,7 @@ mlflow.start_run(run_id=run.info.run_id)""",
 }
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tracker", ["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "trackio"))]

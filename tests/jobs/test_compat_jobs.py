@@ -16,8 +16,6 @@ from support.wandb_server import KEY, WandbServer
 from flyteplugins_tracking.compat import wandb as compat
 from flyteplugins_tracking.compat.wandb import wandb_config
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 needs_flytekit = pytest.mark.skipif(
     importlib.util.find_spec("flytekit") is None,
     reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"',
@@ -56,6 +54,7 @@ def flytekit_programs(tmp_path_factory):
     return done
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit_programs):
     directory = flytekit_programs.directory
@@ -67,6 +66,7 @@ def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit
     assert not (directory / "secret-was-read").exists()  # offline, nobody needs it
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "elastic")
@@ -74,6 +74,7 @@ def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs
     assert second["id"] is None
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_dir_names_a_parameter_that_is_a_directory(flytekit_programs):
     (sync,) = seen(flytekit_programs.directory, "in_a_directory")
@@ -81,6 +82,7 @@ def test_dir_names_a_parameter_that_is_a_directory(flytekit_programs):
     assert {Path(report["dir"]).parents[2].name for report in (sync, coroutine)} == {"given", "async"}
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "lazily")
@@ -104,7 +106,7 @@ def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
     ("task", "message"),
     [
         ("below", "add secret_requests="),
-        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.full),
+        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.wide),
     ],
 )
 def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path, task, message):
@@ -139,6 +141,7 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
     assert sorted(len(run.rows) for run in done.runs) == [0, 2]
 
 
+@pytest.mark.full
 @needs_flyte
 def test_download_logs_makes_the_files_an_output(tmp_path):
     from support import flyte2_pods
@@ -178,7 +181,7 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     assert [row["n"] for row in rows] == [1]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
@@ -230,7 +233,7 @@ def test_the_blocks_of_the_peers_readme_run(tmp_path):
     assert ("my-team", "my-project") in {(run.entity, run.project) for run in server.runs}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @needs_flyte
 @needs_sweeps
 def test_the_blocks_of_the_peers_readme_about_sweeps_run(tmp_path):

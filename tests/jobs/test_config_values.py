@@ -1,15 +1,13 @@
-"""What each service has of a config as people have it: with the bare client of W&B, and with each tracker."""
+"""What each service has of a config as people have it. What the bare client makes of it: `tests/parity`."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from support import jobs
 from support.backends import BACKENDS
-from support.config_values import ABSENT, ENDLESS, VALUES, Case
-from support.wandb_server import WandbServer
+from support.config_values import ABSENT, VALUES, Case
 
 from flyteplugins_tracking import tracking_init
 from flyteplugins_tracking._util.plain import plain_config
@@ -25,35 +23,11 @@ def differences(config: dict[str, Any], expected: dict[str, Any]) -> dict[str, t
     return {key: (found[key], wanted) for key, wanted in expected.items() if wanted != found[key]}
 
 
-@pytest.fixture(scope="module")
-def wandb_configs(tmp_path_factory):
-    """The configs of a run of the bare client and of one of ours, on one server; and what the bare client refuses."""
-    directory = tmp_path_factory.mktemp("wandb")
-    with WandbServer() as server:
-        for program in ("bare", "wandb"):
-            done = jobs.python(directory, PROGRAM, program, program, env=server.environment)
-            assert done.returncode == 0, done.output
-        refused = json.loads((directory / "refused").read_text())
-        configs = {run.project: run.config for run in server.runs}
-    return {**configs["bare"], **refused}, configs["wandb"]
-
-
-def test_the_table_says_what_the_bare_client_does(wandb_configs):
-    bare, _ = wandb_configs
-    assert differences(bare, {case.key: case.bare for case in CASES if case.bare != ENDLESS}) == {}
-
-
-def test_wandb_has_what_the_bare_client_has_or_better(wandb_configs):
-    _, ours = wandb_configs
-    assert differences(ours, {case.key: case.plain for case in CASES}) == {}
-    assert len(CASES) > 90
-    assert not [case.name for case in CASES if case.bare != case.plain and not case.why]
-
-
+@pytest.mark.sampled_full(3)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
-    ["trackio", pytest.param("mlflow", marks=pytest.mark.full), "pluto", pytest.param("jsonl", marks=pytest.mark.full)],
+    ["trackio", "pluto", "wandb", "mlflow", "jsonl"],
 )
 def test_each_tracker_takes_each_value(name, tmp_path):
     with BACKENDS[name](tmp_path) as backend:
@@ -68,7 +42,9 @@ def test_each_tracker_takes_each_value(name, tmp_path):
 
 
 def as_text(case: Case, name: str) -> Any:
-    """What these services have: empty mappings, and for numbers that JSON lacks their text."""
+    """What services other than W&B's have: empty mappings, and for numbers that JSON lacks their text."""
+    if name == "wandb":
+        return case.plain
     texts = {"NaN": "NaN", "infinity": "Infinity"} if name in ("trackio", "pluto") else {}
     return {"empty mapping": {}, "NaN": pytest.approx(float("nan"), nan_ok=True), **texts}.get(case.name, case.plain)
 

@@ -12,7 +12,6 @@ import pytest
 from support import jobs
 from support.waiting import wait_until
 
-pytest.importorskip("etcd", reason="python-etcd is not installed: pip install python-etcd")
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed: apt-get install etcd-server"),
@@ -68,6 +67,7 @@ def run(etcd: str, directory: Path, backend: str, processes: list[int], *options
 SUFFIXES = {"auto": [""], "new": ["-rank-0", "-rank-1"], "shared": [""]}
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("run_mode", SUFFIXES)
 @pytest.mark.parametrize(("backend", "processes"), [("etcd-v2", [2]), ("etcd-v2", [1, 1]), ("etcd", [2])])
@@ -84,6 +84,7 @@ def test_the_ranks_agree_on_an_id_and_keep_it_over_a_restart(
     assert {report["restart_count"] for report in done.reports} == {0, 1}
 
 
+@pytest.mark.wide
 def test_another_start_has_another_id(etcd: str, tmp_path: Path) -> None:
     for name in ("first", "second"):
         done = run(etcd, tmp_path / name, "etcd-v2", [2], tracking={"project": "p"})
@@ -92,6 +93,7 @@ def test_another_start_has_another_id(etcd: str, tmp_path: Path) -> None:
     assert len(ids - {None}) == 2
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("run_mode", ["new", "shared"])
 def test_the_older_client_on_two_nodes_shares_no_store_which_is_told(etcd: str, tmp_path: Path, run_mode: str) -> None:
     done = run(etcd, tmp_path, "etcd", [1, 1], tracking={"project": "p", "run_mode": run_mode})

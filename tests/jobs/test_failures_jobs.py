@@ -64,7 +64,7 @@ def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expec
     assert "flyteplugins_tracking" not in text  # the frames are the user's
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_of_two_nodes_the_exit_of_a_rank_beside_the_primary_is_seen(tmp_path):
     done = two_nodes(tmp_path, {"1": "kill"}, collectives=True)
     assert done.returncode != 0
@@ -72,6 +72,7 @@ def test_of_two_nodes_the_exit_of_a_rank_beside_the_primary_is_seen(tmp_path):
     assert failure(run) == (137, 1, "SIGKILL"), done.output
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("run_mode", ["auto", "new"])
 def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
@@ -83,6 +84,7 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
     assert [failure(run) for run in attempts] == [(1, 1, "ValueError"), (0, None, None)]
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.crossed
 @jobs.needs_mpirun
@@ -108,6 +110,7 @@ def test_an_exception_that_the_caller_handles_is_not_the_end_of_the_rank(tmp_pat
     assert failure(second) == (9, 1, "SystemExit")
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "expected"),
@@ -127,6 +130,7 @@ def test_a_rank_that_dies_while_the_primary_opens_its_run_is_named(tmp_path, how
     assert failure(run) == expected, done.output
 
 
+@pytest.mark.full
 def test_an_interrupted_rank_is_the_cause_and_its_cut_off_peers_are_not(tmp_path):
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*torchrun, *failing({"1": "interrupt"}, collectives=True)], tmp_path)
@@ -149,6 +153,7 @@ def test_a_helper_that_has_ended_is_not_taken_for_a_rank_that_starts_later(tmp_p
 ONE_NODE = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=3")
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "run_mode", "expected"),
@@ -174,6 +179,7 @@ def test_a_primary_that_returns_after_another_rank_has_failed_has_the_jobs_failu
     assert failure(run) == expected, done.output
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "expected", "message"),
@@ -192,7 +198,7 @@ def test_what_a_rank_says_at_its_end_arrives(tmp_path, how, expected, message):
     assert run.summary["failure/message"] == message
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_without_torch_a_rank_is_named_with_its_exit(tmp_path):
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*torchrun, *failing({"1": "sys.exit 7"}, tracking={"id": jobs.RUN_ID})], tmp_path)

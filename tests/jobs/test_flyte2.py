@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import jobs
+from support import flyte2_pods, jobs
 from support.vendors import skip_where_lost
 from support.wandb_server import WandbServer
-
-pytest.importorskip("flyte", reason="flyte is not installed")
-pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not installed")
-from support import flyte2_pods
 
 from flyteplugins_tracking import ConfigError, tracking_config, tracking_init
 from flyteplugins_tracking._runs.propagation import CONFIG, RUNS
@@ -77,7 +73,7 @@ def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "task", ["plain", *(pytest.param(name, marks=pytest.mark.full) for name in ("coroutine", "below"))]
+    "task", ["plain", *(pytest.param(name, marks=pytest.mark.wide) for name in ("coroutine", "below"))]
 )
 def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     done = pod(task)
@@ -97,6 +93,7 @@ def test_a_task_is_asked_to_stop_before_its_timeout(pod, server):
     assert (run.exit_codes, run.summary["stop/reason"]) == ([0], "time limit")
 
 
+@pytest.mark.full
 def test_a_task_that_raises_has_a_failed_run(pod, server):
     done = pod("fails")
     assert (done.error.code, done.error.message) == ("ValueError", "made to fail")
@@ -119,7 +116,7 @@ def test_a_retry_continues_the_run(pod, server):
     assert (run.rows_overwritten, run.config["tracking_init"]["restart_count"]) == (0, 1)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_retry_in_local_mode_continues_the_run(tmp_path):
     skip_where_lost("flyte", "retries")
     done = flyte2_pods.local("second_attempt", tmp_path, module=MODULE)
@@ -128,7 +125,7 @@ def test_a_retry_in_local_mode_continues_the_run(tmp_path):
     assert sorted(run.exit_code for run in done.runs) == [0, 1]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     done = pod("calls_functions")
     assert done.outputs == [["r1-calls_functions", "r1-calls_functions-2"]], done.output
@@ -159,7 +156,7 @@ def test_children_continue_the_parents_run_or_have_their_own(pod, server):
         assert (server.run(ids[kind]).exit_codes, values(server.run(ids[kind]).rows, kind)) == ([0], [0, 1, 2])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_blocks_arguments_reach_the_children_that_are_called_in_it(pod, server):
     done = pod("async_parent", children=True)
     assert done.outputs is not None, done.output
@@ -184,13 +181,14 @@ def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, module, task):
     assert {run.id for run in done.runs} == set(ids.values())
 
 
+@pytest.mark.wide
 def test_shared_without_a_parent_is_refused(pod, server):
     done = pod("shared")
     assert "put tracking_init on that task too, or use run_mode='auto'" in done.error.message
     assert not [run for run in server.runs if run.id == "r1-shared"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_child_with_a_role_joins_the_parents_run_without_an_id(pod, server):
     done = pod("owner", children=True)
     assert done.outputs == ["r1-owner"], done.output
@@ -200,7 +198,7 @@ def test_a_child_with_a_role_joins_the_parents_run_without_an_id(pod, server):
     assert (run.exit_codes, run.state, run.mixed_writers) == ([0], "finished", False)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_child_that_changes_the_parents_config_gets_a_warning(pod, server):
     done = pod("parent_of_a_changer", children=True)
     assert done.error is None, done.output
@@ -235,7 +233,7 @@ def test_a_child_logs_to_the_project_of_its_parents_run(server, tmp_path):
     assert "evil" not in (run.name, run.notes, run.group, *run.tags)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_path):
     done = flyte2_pods.local("survivor", tmp_path, module=MODULE)
     assert done.outputs == ["survived"], done.output
@@ -245,6 +243,7 @@ def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_
     assert {run.exit_code for run in done.runs} == {1}
 
 
+@pytest.mark.full
 def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp_path):
     done = jobs.python(tmp_path, TASKS, env=server.environment)
     assert done.returncode == 0, done.output
@@ -256,7 +255,7 @@ def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp
     assert (server.run("r1-beside").project, server.run("r1-beside").tags) == ("uncategorized", [])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
     done = pod("parent", module=WORKERS, action="identified", children=True, context=tracking_config(id="exp"))
     assert done.outputs is not None, done.output
@@ -270,7 +269,8 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 # What a task leaves beside its outputs
 
 
-@pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.wide)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     skip_where_lost("flyte", "download_logs")
     assert pod(task, children=True).outputs == [f"r1-{task}"]
@@ -279,7 +279,7 @@ def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     assert {"wandb-summary.json", "config.yaml"} <= {path.name for path in Path(files).iterdir()}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_files_that_cannot_be_an_output_do_not_fail_the_task(pod):
     done = pod("downloaded_workers", module=WORKERS)
     assert (done.error, done.output.count("download_logs=True is ignored: the training has 2 ranks")) == (None, 1)
@@ -334,7 +334,7 @@ def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, 
         assert leads_to == (ids if task == "per_node" else {"r1-new_on_nodes"})
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_workers_of_an_elastic_range_have_a_link_to_their_group(server, directory, tasks, with_workers):
     """The task asks for 1 to 4 nodes, and gets one."""
     done = flyte2_pods.run("resized", directory / "resized", module=WORKERS, action="resized", **server.environment)
@@ -374,6 +374,7 @@ def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks, with_w
     assert tasks.links(copy) == {"Weights & Biases": "https://wandb.ai/team/tests/runs/r1-{{.actionName}}"}
 
 
+@pytest.mark.wide
 def test_stacked_trackings_hold_in_a_task_that_is_overridden(tmp_path):
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_stacked.py")
     assert done.returncode == 0, done.output
@@ -381,11 +382,6 @@ def test_stacked_trackings_hold_in_a_task_that_is_overridden(tmp_path):
         ("inner", 1, 0),
         ("outer", 0, 0),
     ]
-
-
-def test_a_misspelt_mode_is_refused():
-    with pytest.raises(ConfigError, match="did you mean 'shared'"):
-        tracking_init(run_mode="shard")
 
 
 def test_values_for_children_hold_any_config_and_no_password():
@@ -477,9 +473,9 @@ def test_a_link_follows_the_environment_of_its_task():
     assert task.links[0].get_link(**{**LINK, "context": context}) == "https://wandb.ai/e/p/runs/exp-{{.actionName}}"
 
 
-@pytest.mark.parametrize("context", [{}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}, *MALFORMED])
-def test_a_link_without_project_and_entity_is_the_hosts_page_and_raises_nothing(tasks, context):
-    assert tasks.links(tasks.bare, context) == {"Weights & Biases": "https://wandb.ai"}
+def test_a_link_without_project_and_entity_is_the_hosts_page_and_raises_nothing(tasks):
+    for context in ({}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}, *MALFORMED):
+        assert tasks.links(tasks.bare, context) == {"Weights & Biases": "https://wandb.ai"}, context
 
 
 def test_what_cannot_work_is_refused_at_decoration():
@@ -500,7 +496,7 @@ def test_what_cannot_work_is_refused_at_decoration():
         tracking_init(elastic)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_direct_call_of_a_task_has_a_run_which_is_wandbs_current_one(tmp_path):
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_direct_calls.py")
     assert done.returncode == 0, done.output

@@ -12,7 +12,6 @@ from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_config
 
-pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
 TASKS, WORKERS = jobs.PROGRAMS / "flyte_tasks.py", jobs.PROGRAMS / "flyte_workers.py"
 
 
@@ -131,7 +130,7 @@ def test_the_pods_of_an_elastic_job_agree(tmp_path):
     assert [report["run_id"] is None for report in reports(tmp_path)["on_two_nodes"]].count(False) == 2
 
 
-@pytest.mark.parametrize("task", ["spawn_above", pytest.param("fork_below", marks=pytest.mark.full)])
+@pytest.mark.parametrize("task", ["spawn_above", pytest.param("fork_below", marks=pytest.mark.wide)])
 def test_a_pod_with_elastic_workers(tmp_path, task):
     done = flyte1_pods.run(task, tmp_path, module="flyte_workers")
     assert (tmp_path / "out" / "outputs.pb").exists(), done.output
@@ -145,12 +144,13 @@ def test_a_failing_pod_writes_its_error_and_a_failed_run(tmp_path):
     assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 1)]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_outputs_to_ignore_are_no_failure(tmp_path):
     done = flyte1_pods.run("ignored", tmp_path)
     assert [run.exit_code for run in done.runs] == [0], done.output
 
 
+@pytest.mark.full
 def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
     shape = {
         "WORLD_SIZE": "2",
@@ -164,7 +164,7 @@ def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
     assert sorted(run.id for run in done.runs) == ["f7c3a-n0-worker-0-rank-0", "f7c3a-n0-worker-1-rank-0"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_agent_of_a_pytorch_job_has_no_run(tmp_path):
     done = flyte1_pods.run("pytorch_job", tmp_path, RANK="1", WORLD_SIZE="16", PET_NPROC_PER_NODE="8")
     assert "RANK=1 is a node, not a process: PET_NPROC_PER_NODE=8" in done.output
@@ -177,6 +177,7 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
 
 
+@pytest.mark.wide
 def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     """The script inherits the pod's variables. flytekit's context there has a random prefix in each process."""
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
@@ -186,7 +187,7 @@ def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     assert run.config["tracking_init"]["flyte"]["execution"] == "f7c3a"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
     for index in ("0", "1"):
         done = flyte1_pods.run(
@@ -237,6 +238,7 @@ def test_links_lead_to_the_runs_of_the_tasks_workers(templates, task, link_type)
     assert templates[task]["link_type"] == link_type
 
 
+@pytest.mark.full
 def test_the_files_of_a_run_are_kept(tmp_path):
     with WandbServer() as server:
         given = tracking_config(project="2024", entity="team", name="null")
@@ -257,6 +259,7 @@ def test_unsent_rows_of_all_ranks_outlive_the_pod(tmp_path):
     assert sorted(path.stem.removeprefix("run-") for path in (tmp_path / "raw").rglob("*.wandb")) == ids
 
 
+@pytest.mark.full
 def test_malformed_configuration_raises_and_opens_no_run(tmp_path):
     done = flyte1_pods.run("above", tmp_path, FLYTE_TRACKING_CONFIG="[1]")
     assert "the variable FLYTE_TRACKING_CONFIG must be a JSON object, got a list" in done.output

@@ -23,7 +23,7 @@ def hang(directory: Path, how: str) -> jobs.Done:
 @pytest.mark.parametrize(
     ("how", "rank_1"),
     [
-        pytest.param("sleeps", r"at hanging_ranks.py:\d+ next_batch", marks=pytest.mark.full),
+        pytest.param("sleeps", r"at hanging_ranks.py:\d+ next_batch", marks=pytest.mark.wide),
         ("holds the GIL", "does not answer"),
         pytest.param("is stopped", "does not answer", marks=pytest.mark.wide),
     ],
@@ -56,7 +56,7 @@ def test_nothing_is_reported_while_an_evaluation_calls_heartbeat(tmp_path):
     assert "hang/verdict" not in done.runs[0].summary
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_process_alone_says_where_it_is(tmp_path):
     done = hang(tmp_path, "alone")
     assert done.returncode == 0, done.output

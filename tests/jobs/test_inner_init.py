@@ -11,7 +11,6 @@ from support import jobs
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 PROGRAM = jobs.PROGRAMS / "inner_init.py"
 
 
@@ -32,7 +31,7 @@ def values(run: RecordedRun) -> list[object]:
     return [row["x"] for row in run.rows]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("imports", ["early", "late"])
 def test_an_inner_init_describes_the_run_and_returns_one_without_effect_on_other_ranks(tmp_path, imports):
     with WandbServer() as server:
@@ -97,7 +96,7 @@ def test_an_inner_init_in_many_situations(tmp_path):
     assert "W&B: run mine was opened before" in done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_inner_init_syncs_tensorboard(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "writes_for_tensorboard", 2, IMPORTS="late")
@@ -106,7 +105,7 @@ def test_an_inner_init_syncs_tensorboard(tmp_path):
     assert [row["loss"] for row in only.rows if "loss" in row] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_a_sweep_has_chosen_stays(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "trials")

@@ -9,7 +9,6 @@ from support import jobs
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 RUNS = jobs.PROGRAMS / "wandb_runs.py"
 OWN = ("_timestamp", "_runtime")
 

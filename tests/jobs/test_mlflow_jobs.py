@@ -25,7 +25,7 @@ from support.kills import (
     moments,
     send_in_spite_of_kills,
 )
-from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun, stored_runs
+from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
 from support.vendors import skip_where_lost
 from support.waiting import wait_for_file, wait_until
 
@@ -130,7 +130,7 @@ def test_mlflow_run_id_chooses_the_run_and_stays_set(fluent):
     assert (run.status, run.values("chosen")) == ("FINISHED", [1.0])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_autologging_is_the_ranks_own_that_has_a_run(server, tmp_path):
     agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*agent, SCRIPT, "ranks", "ranks"], tmp_path, environment(server))
@@ -175,7 +175,7 @@ def test_a_start_run_of_the_function_joins_its_run_and_describes_it(server, tmp_
     assert done.output.count("Without effect: run_name='inner', description='by the script'. Pass these") == 1
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_not_hold(
     server, tmp_path, bare_environment, monkeypatch
 ):
@@ -247,7 +247,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert runs["mute"].params == {"late": "1"}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(server, tmp_path):
     process = jobs.start([sys.executable, SCRIPT, "full_disk", "little-room"], tmp_path, environment(server))
     wait_for_file(tmp_path / "opened", process)
@@ -265,6 +265,7 @@ def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(se
     assert by_id(server, "little-room")["full"].values("loss") == [float(number) for number in range(kept)]
 
 
+@pytest.mark.full
 def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_path):
     nobody = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{jobs.free_port()}"}
     done = jobs.python(tmp_path, SCRIPT, "full_disk_without_server", "little-room", env=nobody)
@@ -313,6 +314,7 @@ def mute() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
+@pytest.mark.full
 def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
     server, tmp_path, monkeypatch, bare_environment
 ):
@@ -353,6 +355,7 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
 
 
+@pytest.mark.full
 def test_params_and_tags_of_a_run_in_files_are_sent_and_other_calls_are_lost(
     server, tmp_path, monkeypatch, bare_environment, caplog
 ):
@@ -394,8 +397,8 @@ def assert_each_once(server, project: str, logged: list[int]) -> str:
     [
         ("logged", 1, 1.0),
         pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.full),
+        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.wide),
+        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.wide),
     ],
 )
 def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, when, kills, longest_s):
@@ -428,7 +431,7 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
     assert len(history(run_id, "b")) == 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
@@ -456,21 +459,6 @@ def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("scheme", ["sqlite:///", "file://"])
-def test_every_row_of_a_killed_process_is_once_in_the_files_of_this_machine(tmp_path, scheme):
-    path = tmp_path / "mlflow"
-    env = {"MLFLOW_TRACKING_URI": f"{scheme}{path}", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    logged = logged_by_killed_training(tmp_path / "job", "mlflow", "files", env, moments(6))
-    lines = [line for file in path.glob("*/*/metrics/rank0") for line in file.read_text().splitlines()]
-    in_directory = [int(float(line.split()[1])) for line in lines]
-    in_database = [] if in_directory else [row for run in stored_runs(path, "files") for row in run.rows]
-    values = in_directory or [int(value) for key, value, *_ in in_database if key == "rank0"]
-    assert set(logged) <= set(values)
-    assert len(values) == len(set(values))
-    assert not journals_left(tmp_path)
-
-
-@pytest.mark.full
 def test_a_send_that_is_killed_again_and_again_sends_each_row_once(server, tmp_path):
     logged = left_by_killed_training(tmp_path, "mlflow", "sent", environment(server))
     kept = tmp_path / "tracking-offline" / "mlflow-killed"
@@ -479,6 +467,7 @@ def test_a_send_that_is_killed_again_and_again_sends_each_row_once(server, tmp_p
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_rows_arrive_if_no_journal_can_be_written(server, tmp_path):
     (tmp_path / "tracking-offline").touch()
     logged = logged_by_killed_training(tmp_path, "mlflow", "full", environment(server), kills=0)
@@ -508,6 +497,7 @@ def test_a_run_that_is_ended_in_any_thread_stays_active_until_the_function_ends(
     assert caplog.text.count("mlflow.end_run() does not end it") == 1
 
 
+@pytest.mark.full
 def test_of_two_runs_with_our_id_the_last_requested_one_continues(server, bare_environment):
     from mlflow import MlflowClient
 

@@ -294,6 +294,7 @@ def start_and_kill(directory: Path, server: PlutoServer, rows: int) -> None:
     process.wait()
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["next attempt", pytest.param("send", marks=pytest.mark.full)])
 def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):

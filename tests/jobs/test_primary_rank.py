@@ -8,11 +8,11 @@ import sys
 import pytest
 from faults.matrix import agent, until_logged
 from support import jobs
-from support.harness import ENDS, Job, ends, job, python, torchrun
+from support.harness import ENDS, Job, ends, job, python
 
 RANKS = 4
 SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
-NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes", marks=pytest.mark.full)]
+NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes", marks=pytest.mark.wide)]
 
 
 def start(started: Job, nodes: list[int], how: dict[str, str]) -> None:
@@ -37,7 +37,7 @@ def test_only_the_last_rank_has_the_run_and_its_exit_code_counts(tmp_path):
         assert not report["torch_loaded"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_last_local_rank_of_each_worker_has_its_run(tmp_path):
     tracking = {"primary_rank": -1, "rank_scope": "worker"}
     done = jobs.nodes(tmp_path, [3, 1], ["--rdzv-id=job"], tracking=tracking)
@@ -49,6 +49,7 @@ def test_the_last_local_rank_of_each_worker_has_its_run(tmp_path):
     assert {run.id for run in done.runs} == {f"{group}-worker-0", f"{group}-worker-1"}
 
 
+@pytest.mark.full
 def test_a_rank_that_the_job_does_not_have_is_refused_on_every_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, tracking={"primary_rank": 2})
     assert done.returncode != 0
@@ -67,7 +68,7 @@ def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     assert {report["rank"] for report in done.reports if report["run_id"]} == {1}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_path):
     """Rank 0 has no run, and so sends no id."""
     script = (
@@ -81,23 +82,6 @@ def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_
     assert done.runs[0].id.startswith("env-")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("nodes", NODES)
-def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes):
-    with job(tmp_path) as started:
-        start(started, nodes, {"3": "until go", "*": "return"})
-        started.wait_for("returns", RANKS - 1)
-        started.wait_for("ready 3 0")
-        (run,) = started.server.runs
-        assert not run.completed
-        started.go()
-        found = started.outcome()
-        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
-        assert len({pid for pid, _ in found.arrived}) == RANKS
-        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
-        assert (run.config["rank"], run.mixed_writers, len(run.senders)) == (3, False, RANKS)
-
-
 def ends_once_all_have_returned(started: Job) -> None:
     """Let the ranks that still log return. The run, which is still open, ends then, with all rows."""
     (run,) = started.server.runs
@@ -105,7 +89,7 @@ def ends_once_all_have_returned(started: Job) -> None:
     started.go()
     found = started.outcome()
     assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
-    assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+    assert (run.exit_codes, run.state, run.rows_after_completion, run.mixed_writers) == ([0], "finished", 0, False)
 
 
 @pytest.mark.full
@@ -118,6 +102,8 @@ def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
             started.wait_for(f"ready {rank} 0")
         started.log_more(rows=20, but_not=started.wait_for("ready 3 0"))
         ends_once_all_have_returned(started)
+        (run,) = started.server.runs
+        assert (run.config["rank"], len(run.senders)) == (3, RANKS)
 
 
 @pytest.mark.full
@@ -135,7 +121,7 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
         ends_once_all_have_returned(started)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "shared"])
 def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_mode):
     """A second node comes, and has the last rank. Then it dies, and the first node goes on alone."""
@@ -160,15 +146,3 @@ def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_
         assert {alone, last} <= writers
         assert (run.exit_codes[-1], run.state, found.duplicates) == (0, "finished", 0), found.output
         assert found.logged - found.arrived <= {row for row in found.fresh if row[0] == last}
-
-
-@pytest.mark.full
-def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
-    with job(tmp_path) as started:
-        agent = started.start(torchrun(ranks=RANKS), **ends("finally", with_step=True, tracking=SHARED))
-        for rank in range(RANKS):
-            started.wait_for(f"ready {rank} 0")
-        started.signal(agent.pid)
-        found = started.outcome()
-        assert (found.lost, found.leaked) == (0, ()), found.output
-        assert (set(found.exit_codes), found.runs) == ({143}, 1)

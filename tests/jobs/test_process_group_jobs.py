@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support import jobs
 
 FOUR = 4
@@ -50,10 +49,12 @@ def test_a_model_that_outlives_its_group_does_not_hang_in_its_destructor(ranks):
     assert all(seen["models that outlive their group"] for seen in ranks)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc")
 def test_a_thread_of_gloo_that_is_late_does_not_abort_the_process_at_its_end(tmp_path):
     """Without the package's part, torch ends the process with SIGABRT."""
+    import torch
+
     late = tmp_path / "late.so"
     build = ["cc", "-shared", "-fPIC", "-o", str(late), str(jobs.PROGRAMS / "late_gloo.c"), "-ldl"]
     subprocess.run(build, check=True, timeout=60)
@@ -86,8 +87,12 @@ def test_a_rank_that_fails_ends_the_job_soon_with_its_error(four_ranks):
     assert [run.exit_code for run in done.runs if not run.rows] == [1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU: NCCL is not tested")
+@pytest.mark.full
 def test_ranks_with_a_gpu_each_meet_in_an_nccl_group(tmp_path):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU: NCCL is not tested")
     count = min(torch.cuda.device_count(), FOUR)
     command = [*jobs.torchrun("--standalone", f"--nproc-per-node={count}"), jobs.PROGRAMS / "nccl_groups.py"]
     done = jobs.run(command, tmp_path, timeout_s=180)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import pytest
 from support import jobs
 from support.requests import RequestRecorder
 
@@ -28,6 +29,7 @@ def test_a_block_reaches_threads_and_processes_that_are_started_in_it(bare_envir
     assert (found, child.stdout.strip()) == (["block"], "block")
 
 
+@pytest.mark.full
 def test_the_variable_reaches_all_ranks_of_a_torchrun_job(tmp_path):
     given = tracking_config(project="variable", run_mode="new", config={"lr": 1})  # its own project is "tests"
     done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()], tmp_path, given)

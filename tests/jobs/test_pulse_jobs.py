@@ -84,6 +84,7 @@ def test_the_run_counts_a_rank_that_is_silent_until_it_goes_on(tmp_path):
     assert_rows_are_the_functions(run, len(run.rows))
 
 
+@pytest.mark.full
 def test_what_waits_when_the_run_ends_is_in_its_summary(tmp_path):
     done = jobs.run([sys.executable, *pulsing("alone", 400)], tmp_path, own_directory(tmp_path))
     assert done.returncode == 0, done.output
@@ -93,7 +94,7 @@ def test_what_waits_when_the_run_ends_is_in_its_summary(tmp_path):
     assert run.summary["ranks/step_time/median"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_in_a_shared_run_the_values_join_the_primarys_rows_without_a_prefix(tmp_path):
     done = jobs.run([*TORCHRUN, *pulsing("shared", 40)], tmp_path, own_directory(tmp_path))
     assert done.returncode == 0, done.output
@@ -105,7 +106,7 @@ def test_in_a_shared_run_the_values_join_the_primarys_rows_without_a_prefix(tmp_
     assert set(slowest(run)[1:]) == {1}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_without_a_launchers_store_the_ranks_meet_in_that_of_their_process_group(tmp_path):
     place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port())}
     ranks = [

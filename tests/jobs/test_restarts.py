@@ -226,11 +226,33 @@ def restarts(job: str) -> dict[str, Restart]:
     }
 
 
+# Whose launcher, platform or file another kind has.
+WIDE = {
+    "torchrun on a host of SageMaker, after a spot interruption",
+    "srun with RANK and WORLD_SIZE from Slurm's variables, a requeue",
+    "a program by itself in a batch job, a requeue",
+    "a process on each node of SkyPilot, a recovery",
+    "a program by itself in a managed job of SkyPilot, a recovery",
+    "a new torchrun with run_file, a run for each rank",
+    "two starts of a program by itself in a batch script",
+    "two starts of torchrun in a batch script",
+    "two managed jobs of SkyPilot with one name",
+    "two programs by themselves at the same time",
+    "a torchrun in each of two tasks of a step",
+    "two folds with mp.spawn in a program",
+    "two starts in the tasks of a step",
+}
+
+
 def with_a_tracker_each(kinds: Sequence[str], default: Sequence[str]) -> pytest.MarkDecorator:
     """Run each kind with one tracker, in turn; those of the default tier with W&B."""
     others = {kind: TRACKERS[number % len(TRACKERS)] for number, kind in enumerate(kinds)}
     params = [pytest.param("wandb", kind) for kind in default]
-    params += [pytest.param(others[kind], kind, marks=pytest.mark.full) for kind in kinds if kind not in default]
+    params += [
+        pytest.param(others[kind], kind, marks=pytest.mark.wide if kind in WIDE else pytest.mark.full)
+        for kind in kinds
+        if kind not in default
+    ]
     return pytest.mark.parametrize(("backend", "kind"), params, indirect=["backend"], scope="module")
 
 
@@ -288,9 +310,7 @@ def job(backend: Backend, tmp_path: Path) -> Job:
     return Job(backend, tmp_path)
 
 
-@with_a_tracker_each(
-    list(restarts("any")), ["a new process with run_file", "srun, a requeue", "torchrun in a batch job, a requeue"]
-)
+@with_a_tracker_each(list(restarts("any")), ["a new process with run_file", "srun, a requeue"])
 def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) -> None:
     restart = restarts(f"j{secrets.token_hex(4)}")[kind]
     for number, attempt in enumerate(restart.attempts):
@@ -350,7 +370,7 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
 }
 
 
-@with_a_tracker_each(list(SEVERAL), ["two trainings with one run_file", "two jobs of Slurm"])
+@with_a_tracker_each(list(SEVERAL), ["two trainings with one run_file"])
 def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
     for attempt, tracking in SEVERAL[kind](f"j{secrets.token_hex(4)}"):
         job.run(attempt, tracking)
@@ -390,6 +410,7 @@ def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script:
     assert sorted(map(str, job.points.values())) == sorted(map(str, [requeued, other]))
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("content", "message"),
@@ -422,7 +443,8 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert job.kept()["has_ended"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(
     ("tracking", "variables"),
@@ -472,6 +494,7 @@ def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     assert points == Counter(("rank0", n) for n in range(3 * ROWS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_copy_of_the_file_is_a_new_run_and_a_directory_that_was_moved_goes_on(job: Job) -> None:
     """A training that is branched off the checkpoints of another one, and one whose experiment got another name."""
@@ -650,6 +673,7 @@ def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> Non
     assert len(job.points) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job) -> None:
     """An experiment that is branched off the checkpoints of a job which still runs."""

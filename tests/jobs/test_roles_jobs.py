@@ -108,7 +108,7 @@ def require_axes_and_configs(job):
     assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_offline_roles_are_sent_into_a_live_run(job):
     owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
     job.wait("open-owner", owner)
@@ -143,7 +143,7 @@ def test_offline_jobs_are_sent_together(job):
     assert (run.mixed_writers, run.rows_overwritten, run.state, run.exit_codes) == (False, 0, "failed", [3])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("roles", [ROLES, pytest.param(None, marks=pytest.mark.wide)], ids=["an owner", "a plain job"])
 def test_the_nodes_of_a_job_that_was_offline_are_sent_together(job, roles):
     """The run is described and ended by the primary, which opens it last here."""
@@ -168,6 +168,7 @@ def test_the_nodes_of_a_job_that_was_offline_are_sent_together(job, roles):
     assert roles is None or job.stored.ends == 1
 
 
+@pytest.mark.full
 def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     """A role without its run, a role and an owner in a run with one writer, and a plain job in a run with roles."""
     missing = job.run("rollout-0", arguments={"init_timeout_s": 2})
@@ -186,6 +187,7 @@ def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     assert job.stored == before
 
 
+@pytest.mark.full
 def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
     assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
     refused = job.run("lr", arguments={"config": {"t": 1}})
@@ -204,7 +206,7 @@ def test_a_plain_job_is_refused_by_a_run_with_roles(job):
     assert job.stored == before
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -217,7 +219,7 @@ def test_a_plain_job_of_this_machine_is_refused_while_the_owner_runs(job):
     assert (run.exit_codes, job.arrived("owner")) == ([0], job.logged("owner"))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_several_roles_that_wait_for_their_run_all_join(job):
     names = [f"rollout-{number}" for number in range(8)]
     early = [job.start(name, rows=30, arguments={"config": {"of": name}, "init_timeout_s": 120}) for name in names]
@@ -314,7 +316,7 @@ def test_what_a_role_does_with_the_run_object_is_its_own(job):
     assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_columns_that_a_role_defines_are_its_own(job):
     """The recording server keeps the definitions of the last writer only."""
     owner = job.start(roles=ROLES, rows=1, ends="stop")
@@ -331,6 +333,7 @@ def test_columns_that_a_role_defines_are_its_own(job):
     assert names[step_of_all - 1] == "rollout-0/batch"
 
 
+@pytest.mark.full
 def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.run(roles=ROLES, rows=1).returncode == 0
     other = "tracking_init(project='rl', id='grpo-42', role='rollout-1')(print)"
@@ -341,7 +344,8 @@ def test_one_process_has_one_role_of_a_run_of_wandb(job):
     assert job.stored.status == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(job, order):
     """The primary may open the run after another node of its job."""
@@ -409,7 +413,7 @@ def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(job):
     assert (run.summary["rank0"], run.summary["rollout-0/rank0"]) == (1, 4)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})
     role = job.run("rollout-0", ranks=2, rows=50)
@@ -424,7 +428,7 @@ def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     assert len(numbers) == len(set(numbers))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_slurm_array_has_a_role_for_each_task(job):
     owner = job.start(roles=["rollout-0", "rollout-1"], rows=5, ends="stop")
     for task in (0, 1):
@@ -436,7 +440,7 @@ def test_a_slurm_array_has_a_role_for_each_task(job):
         assert job.arrived(name) == job.logged(name)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
     """Also after rows that it was given steps for, and after a kill."""
     with WandbServer(replaces=True) as server:
@@ -460,7 +464,7 @@ def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
 # A slow service, and one that refuses
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
     owner = job.start(roles=ROLES, rows=3, ends="stop")
     job.wait("open-owner", owner)
@@ -484,7 +488,7 @@ def test_a_refusal_is_told_to_a_role_at_once(job, status):
     assert 0 < fault.hits < 10  # the client itself asks again a few times
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
     missing = job.run("rollout-0", arguments={"init_timeout_s": 15})
     assert missing.returncode == 1
@@ -494,7 +498,7 @@ def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
 # A service whose answers are old
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(job):
     """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
     owner = job.start(roles=ROLES, rows=3, ends="stop", how="exit 3")
@@ -533,7 +537,7 @@ def killed_with_rows_left(job, rows=3000):
     return owner
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(job):
     owner = killed_with_rows_left(job)
     job.server.operations.clear()

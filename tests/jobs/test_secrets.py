@@ -30,6 +30,7 @@ def command_lines() -> str:
     return "".join(texts)
 
 
+@pytest.mark.sampled_full(4)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("trouble", "given"),

@@ -212,6 +212,7 @@ def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
     assert [path.suffix for path in directory.glob("*.journal.*")] == [".bad"]
 
 
+@pytest.mark.full
 def test_a_value_that_trackio_does_not_take_costs_no_other_value_of_a_kept_row(tmp_path):
     """Kept rows are as they were logged: they are made what Trackio makes of a row, as online."""
     directory = kept_run(tmp_path / "kept", "trackio", is_kept=True, arguments={"project": "p"})
@@ -269,7 +270,9 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         assert told.returncode == 0, told.output
 
 
-@pytest.mark.parametrize("how", ["send", "watch", pytest.param("next attempt", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "how", ["send", *(pytest.param(how, marks=pytest.mark.full) for how in ("watch", "next attempt"))]
+)
 def test_only_the_server_that_is_set_up_here_is_asked_and_gets_the_key(tmp_path, how):
     """A failing job with a saved file knows another server. Its directory is sent where this one is set up."""
     job = [sys.executable, jobs.PROGRAMS / "uploads.py", json.dumps({"files": ["save"], "ends": "later"})]
@@ -384,6 +387,7 @@ def test_a_run_that_another_node_has_just_written_is_not_sent_though_no_lock_is_
     assert main([str(directory)]) == 0
 
 
+@pytest.mark.full
 def test_a_module_in_the_working_directory_is_not_run(tmp_path):
     """`python -m` would find it first, and the directory of W&B's files has the name of a module."""
     (run,) = offline_runs(tmp_path, 3)

@@ -118,6 +118,7 @@ def test_attempts_that_are_sent_take_no_row_and_no_end_of_others(tmp_path, order
             assert ("failure/type" in run.summary) == ("raise" in ORDERS[order][-1])
 
 
+@pytest.mark.full
 def test_rows_of_a_killed_attempt_whose_steps_another_disk_has_taken_are_sent_behind_these(tmp_path):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     with WandbServer() as server:
@@ -160,6 +161,7 @@ def test_a_run_that_is_open_is_left_alone(tmp_path, place):
     assert why in refused.output, refused.output
 
 
+@pytest.mark.full
 def test_files_of_the_bare_client_that_was_not_told_to_resume_do_not_overwrite_rows(tmp_path):
     code = "import sys, wandb; run = wandb.init(project='p', id='run')\n"
     code += "[run.log({'attempt': int(sys.argv[1]), 'row': row}) for row in range(4)]; run.finish()"
@@ -172,7 +174,7 @@ def test_files_of_the_bare_client_that_was_not_told_to_resume_do_not_overwrite_r
         assert_each_row_once(server.run("run"), [4, 4])
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_rows_that_are_counted_late_are_not_overwritten(tmp_path):
     with WandbServer(late=(4.0, 4.0)) as server:
         log_attempt(tmp_path, 0, "offline raise", server)
@@ -183,7 +185,7 @@ def test_rows_that_are_counted_late_are_not_overwritten(tmp_path):
         assert server.run("run").state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_send_that_is_killed_and_repeated_leaves_the_run_as_its_last_attempt_has_left_it(tmp_path):
     with WandbServer() as server:
         log_attempt(tmp_path, 0, "offline raise 2000", server)

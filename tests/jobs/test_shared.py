@@ -135,7 +135,7 @@ def test_what_a_rank_has_logged_offline_can_be_sent_when_the_run_has_ended(tmp_p
         assert (run.exit_codes, run.state) == ([0], "finished")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_ranks_whose_nodes_are_unknown_have_a_client_each(tmp_path):
     """As Open MPI starts them on two hosts."""
     with job(tmp_path) as started:
@@ -217,7 +217,7 @@ def test_everything_of_the_run_works_on_every_rank(tmp_path):
             assert [one.exit_codes for one in kept.values()] == [[0], [0]]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_metrics_have_the_ranks_prefix(tmp_path):
     with WandbServer() as server:
         features(tmp_path, server, rank_prefix=True, step_metric="step")
@@ -265,7 +265,7 @@ def test_the_next_attempt_sends_what_ranks_have_logged_offline_in_an_outage(tmp_
         assert started.server.runs[0].mixed_writers is False
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
     """The first rank to have left the first one waits for the second one's host."""
     with WandbServer() as server:
@@ -300,7 +300,7 @@ def test_the_primary_waits_for_the_other_ranks_and_warns_about_late_ones(tmp_pat
         assert (found.lost, found.duplicates) == (0, 0)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_run_that_another_rank_has_logged_to_before_is_no_resumed_one(tmp_path):
     """A script that loads its checkpoint if `run.resumed` would look for one that nobody has written."""
     with WandbServer() as server:
@@ -326,7 +326,7 @@ def send_all(job: Job) -> None:
     "end",
     [
         "returns",
-        "returns in a hurry",
+        pytest.param("returns in a hurry", marks=pytest.mark.wide),
         pytest.param("is killed", marks=pytest.mark.wide),
         pytest.param("is killed offline", marks=pytest.mark.wide),
         "is terminated",
@@ -408,7 +408,7 @@ def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
         assert not writers[0] & writers[1]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_process_that_a_rank_starts_has_a_run_beside_the_shared_one(tmp_path):
     with WandbServer() as server:
         command = [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(RUNS), "with_children"]
@@ -453,7 +453,7 @@ def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
         assert "values that were logged with commit=False are lost: bad" in done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_node_can_log_after_the_primarys_function_has_returned(tmp_path):
     with WandbServer() as server:
         where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"]

@@ -37,6 +37,7 @@ def lines_of(job) -> list[str]:
     return [line for lines in job.notes().values() for line in lines if not line.startswith(("logged", "held"))]
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"handler": "flag"}, {"nested": True}], ids=str)
 def test_the_old_handlers_are_put_back(tmp_path, settings):
@@ -64,6 +65,7 @@ def test_the_process_ends_as_it_would_without_tracking(tmp_path, settings, retur
         assert lines[lines.index("ready 0 0") + 1 :] == expected
 
 
+@pytest.mark.full
 def test_a_handler_inside_that_exits_with_success_hides_no_signal(tmp_path):
     """The function has logged no row since it has installed it, so nothing but the wakeup fd tells of the signal."""
     with job(tmp_path) as started:
@@ -145,6 +147,7 @@ def test_a_signal_to_a_child_ends_the_child_alone(tmp_path):
     assert (run.exit_code, len(run.rows)) == (0, 1)
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("program", ["fork_race", "forks_in_thread"])
 def test_a_signal_to_a_child_that_has_just_been_forked_ends_the_child_alone(tmp_path, program):
@@ -177,6 +180,7 @@ def alone(process: jobs.Process, _: Path) -> None:
     os.kill(process.pid, signal.SIGTERM)
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.parametrize(
     ("workers", "context", "is_persistent", "how"),
     [
@@ -253,6 +257,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     assert (done.returncode, [run.exit_code for run in done.runs]) == (0, [0]), done.output
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("log", ["wandb.log", "hoisted"])
 def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
@@ -263,6 +268,7 @@ def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
     assert [run.exit_code for run in done.runs] == [143]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signals_rank", "exit_code", "state"),
     [("True", 143, "preempted"), pytest.param("False", 0, "finished", marks=pytest.mark.full)],
@@ -283,6 +289,7 @@ def test_a_run_whose_wandb_core_was_terminated_first_is_sent_and_ended_by_a_new_
         assert str(tmp_path / "wandb") in done.output  # in the warning
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["thread", "task"])
 def test_a_function_that_has_not_returned_when_the_process_ends_is_never_finished(tmp_path, where):
@@ -297,6 +304,7 @@ def test_a_function_that_has_not_returned_when_the_process_ends_is_never_finishe
         assert done.output.count("Traceback") <= (where == "thread" and done.output.count("Exception in thread"))
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "rows"),
@@ -346,6 +354,7 @@ def is_about_to_be_made(server: WandbServer, fault: Fault) -> bool:
     return "RunResumeStatus" in server.operations or fault.hits > 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("run_mode", "sent", "status", "exit_code"),
     [
@@ -571,6 +580,7 @@ def test_a_handler_that_unwinds_the_main_thread_ends_the_run_once(tmp_path):
         assert (done.returncode, run.exit_codes, run.state) == (5, [143], "preempted"), done.output
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(("first_is", "expected"), [("returned", [0]), ("running", [143])])
 def test_the_runs_of_all_threads_are_ended_and_of_none_that_has_returned(tmp_path, first_is, expected):

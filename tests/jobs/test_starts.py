@@ -204,6 +204,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.sampled_full(3)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_trainings_of_a_batch_script_have_their_runs_again_after_a_requeue(tmp_path: Path, kind: str) -> None:

@@ -71,6 +71,7 @@ def test_a_preempted_job_stops_at_one_step_and_a_restart_goes_on(tmp_path):
     assert [row["step"] for row in [*first.rows, *second.rows]] == list(range(80))
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("asks", "step_s", "reason"),
@@ -91,6 +92,7 @@ def test_a_job_that_is_asked_to_stop_returns(tmp_path, asks, step_s, reason):
     assert sorted(notes(tmp_path, "returned")) == list(range(RANKS))
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_signal_to_the_agent_stops_all_ranks_at_one_step(tmp_path, shared):
@@ -104,7 +106,7 @@ def test_a_signal_to_the_agent_stops_all_ranks_at_one_step(tmp_path, shared):
     assert [run.exit_code for run in done.runs] == [143] * (RANKS if shared else 1)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_signal_and_a_request_at_once_stop_at_one_step(tmp_path):
     jobs.run(torchrun(asks=[[0, 10, "SIGTERM"], [3, 10, "request"]]), tmp_path, timeout_s=TIMEOUT_S)
     last_step(tmp_path)

@@ -105,7 +105,7 @@ def test_ragged_nodes_agree_on_ids(ragged_nodes):
     assert len({report["run_id"] for report in done.reports}) == 4
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes, ragged_nodes):
     twice = [{run.id.partition("-worker-")[0] for run in done.runs} for done in (two_nodes, ragged_nodes)]
     assert [len(bases) for bases in twice] == [1, 1]
@@ -142,7 +142,8 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     ] == [0]
 
 
-@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.full), "new"])
+@pytest.mark.full
+@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "new"])
 def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
     """The shell is no name for a job: it starts the next one too."""
     script = (
@@ -184,6 +185,7 @@ def test_virtual_local_ranks_are_refused(tmp_path):
     assert "TopologyError: LOCAL_RANK=0 contradicts RANK=1 and GROUP_RANK=0" in done.output
 
 
+@pytest.mark.full
 def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_ranks(tmp_path):
     done = jobs.one_node(tmp_path, 2, calls=2, tracking={"run_mode": "new"})
     assert done.returncode == 0, done.output
@@ -191,7 +193,7 @@ def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_rank
     assert len({run.group for run in done.runs}) == 2
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_torch_distributed_launch_is_torchelastic(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2"]
     done = jobs.run([*command, f"--master-port={jobs.free_port()}", *jobs.train()], tmp_path)
@@ -201,6 +203,7 @@ def test_torch_distributed_launch_is_torchelastic(tmp_path):
     assert len(done.runs) == 1
 
 
+@pytest.mark.full
 @jobs.needs_mpirun
 @pytest.mark.parametrize(
     ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.wide)]

@@ -24,8 +24,6 @@ from support.kills import (
 )
 from support.waiting import wait_for_file, wait_until
 
-pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
-
 SCENARIOS = jobs.PROGRAMS / "trackio_scenarios.py"
 TOKEN = "canary" + "0" * 34
 
@@ -186,6 +184,7 @@ def test_a_run_stays_in_its_process(one_process):
     assert "child" not in logged
 
 
+@pytest.mark.full
 def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
     process = start(tmp_path, "logs_until_killed")
 
@@ -216,8 +215,8 @@ def assert_each_once(directory: Path, logged: list[int]) -> str:
     [
         ("logged", 1, 1.0),
         pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.full),
+        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.wide),
+        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.wide),
     ],
 )
 def test_every_row_of_a_killed_process_arrives_once(tmp_path, when, count, longest_s):
@@ -251,6 +250,7 @@ def test_rows_that_were_logged_to_files_are_sent_by_the_next_attempt(tmp_path):
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_a_job_that_goes_back_keeps_all_rows(tmp_path):
     python(tmp_path, "goes_back")
     found = [(step, row["attempt"]) for step, row in rows(tmp_path)]
@@ -284,7 +284,7 @@ def test_a_rank_that_finds_no_run_raises_with_a_fix(tmp_path):
     assert "set TRACKIO_DIR to a directory that they all share" in done.output
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("directory", ["default", "chosen"])
 def test_files_that_would_end_with_a_pod_are_named(tmp_path, directory):
     done = python(tmp_path, "names_unsent_files", directory)
@@ -300,6 +300,7 @@ def test_a_hub_that_does_not_answer_holds_nothing_up(tmp_path):
     assert [row for _, row in rows(tmp_path)] == [{"a": 0}]
 
 
+@pytest.mark.full
 def test_a_job_that_is_to_keep_its_runs_in_files_of_json_lines_is_refused(tmp_path):
     done = python(tmp_path, "meets_a_mute_hub", TRACKIO_STORAGE_MODE="jsonl")
     assert (

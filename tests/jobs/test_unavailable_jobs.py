@@ -60,8 +60,8 @@ def away(service: Any, fault: Fault | None) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("run_id", [{}, pytest.param({"id": None}, marks=pytest.mark.full)], ids=["id", "no id"])
-@pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.full) for one in (400, 401, 404))])
+@pytest.mark.parametrize("run_id", [{}, pytest.param({"id": None}, marks=pytest.mark.wide)], ids=["id", "no id"])
+@pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.wide) for one in (400, 401, 404))])
 def test_a_refusal_is_an_error_by_default(service, tmp_path, status, run_id):
     done = opened(service, tmp_path, Fault.status(status), tracking=run_id)
     assert done.returncode == 1, done.output
@@ -76,10 +76,9 @@ def test_a_refusal_is_an_error_by_default(service, tmp_path, status, run_id):
     "fault",
     [
         Fault.status(503),
-        *(pytest.param(fault, marks=pytest.mark.full) for fault in (Fault.status(402), Fault.mute())),
         *(
             pytest.param(fault, marks=pytest.mark.wide)
-            for fault in (Fault.status(429), Fault.status(500), Fault.refuse())
+            for fault in (Fault.status(402), Fault.mute(), Fault.status(429), Fault.status(500), Fault.refuse())
         ),
     ],
     ids=lambda fault: f"{fault.kind} {fault.code}",
@@ -120,6 +119,7 @@ def failure_shown(service: Any) -> set[str]:
     return {key for key, value in kept.config.items() if key.startswith("failure/") and value is not None}
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("service", ["wandb"], indirect=True)
 @pytest.mark.parametrize("fault", [Fault.status(402), Fault.status(500), Fault.refuse()], ids=lambda fault: fault.kind)
@@ -130,6 +130,8 @@ def test_the_outage_of_a_run_without_an_id_is_no_refusal(service, tmp_path, faul
     assert "This run is logged offline" in done.output
 
 
+@pytest.mark.sampled_full(2)
+@pytest.mark.full
 @pytest.mark.crossed
 @pytest.mark.parametrize("away", ["never", "second", pytest.param("first", marks=pytest.mark.wide)])
 def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tmp_path, away):

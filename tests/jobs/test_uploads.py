@@ -41,6 +41,7 @@ def stored(server: WandbServer) -> dict[str, Any]:
     return {"rows": rows, "files": files, "artifacts": run.committed, "state": run.state, "codes": run.exit_codes}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ends", ["return", pytest.param("raise", marks=pytest.mark.wide), pytest.param("exit", marks=pytest.mark.wide)]
 )
@@ -57,6 +58,8 @@ def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_
     assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
 
 
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [Fault.refuse(), pytest.param(Fault.status(503), marks=pytest.mark.full)])
 def test_an_upload_goes_on_after_an_outage_that_is_short(tmp_path, fault):
     with WandbServer() as server:
@@ -82,13 +85,14 @@ def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_pat
         assert_all_is_sent(server, tmp_path, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ends", "place", "sent"),
     [
         ("return", "main", "SIGTERM"),
-        pytest.param("raise", "main", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("raise", "main", "SIGTERM", marks=pytest.mark.wide),
         pytest.param("return", "thread", "SIGTERM", marks=pytest.mark.wide),
-        pytest.param("return", "async", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("return", "async", "SIGTERM", marks=pytest.mark.wide),
         pytest.param("return", "main", "Ctrl-C", marks=pytest.mark.full),
     ],
 )
@@ -124,7 +128,7 @@ def test_the_next_attempt_sends_the_artifacts_that_a_cut_end_has_left(tmp_path):
         assert len(server.run("r").artifacts) == len(run.artifacts)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.mute(only="upload")) as stops:
@@ -140,7 +144,7 @@ def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path
         assert_all_is_sent(server, tmp_path, 0)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_another_node_uploads_arrives_though_the_primary_has_ended_the_run(tmp_path):
     with WandbServer() as server:
         server.fault = Fault.slow(SLOW_S, only="upload")
@@ -215,6 +219,7 @@ def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
         assert sum(name.startswith("media/") for name in run.files) == 2
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("files", "named"),

@@ -27,7 +27,6 @@ from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 KEY = "canary" + "0" * 34
 TRAINING, RUNS = jobs.PROGRAMS / "wandb_training.py", jobs.PROGRAMS / "wandb_runs.py"
 WANDBS_INIT_TIMEOUT_S = 90
@@ -85,6 +84,7 @@ def test_arguments_reach_wandb_init(tmp_path):
     assert len(list((tmp_path / "elsewhere").rglob("*.wandb"))) == 1
 
 
+@pytest.mark.full
 def test_the_users_settings_take_precedence_over_ours(tmp_path):
     done = runs(tmp_path, "settings")
     assert done.returncode == 0, done.output
@@ -120,6 +120,7 @@ def test_wandbs_variables_are_respected(tmp_path, variables, expected):
     assert seen == expected, done.output
 
 
+@pytest.mark.full
 def test_a_group_in_the_environment_takes_precedence_over_the_planned_one(tmp_path):
     done = train(tmp_path, {"run_mode": "new", "id": "b"}, WANDB_RUN_GROUP="g", **TWO_RANKS)
     assert [(run.id, run.group) for run in done.runs] == [("b-rank-0", "g")], done.output
@@ -136,9 +137,9 @@ def test_disabled_stays_disabled(tmp_path):
     "ending",
     [
         "run.finish()",
-        pytest.param("wandb.finish()", marks=pytest.mark.full),
-        pytest.param("run.finish(exit_code=0)", marks=pytest.mark.full),
-        pytest.param("with run: pass", marks=pytest.mark.full),
+        pytest.param("wandb.finish()", marks=pytest.mark.wide),
+        pytest.param("run.finish(exit_code=0)", marks=pytest.mark.wide),
+        pytest.param("with run: pass", marks=pytest.mark.wide),
     ],
 )
 def test_only_the_function_ends_the_run(tmp_path, ending):
@@ -253,7 +254,8 @@ def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jo
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["closed", "hangs"])
 def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tmp_path, how):
     """wandb itself waits for it without a limit."""
@@ -264,6 +266,7 @@ def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tm
     assert (len(run.rows), run.exit_code) == (1, 0)
 
 
+@pytest.mark.full
 def test_a_run_that_could_not_be_opened_can_be_when_the_server_is_back(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.refuse()):
@@ -289,6 +292,7 @@ def test_a_secret_reaches_the_server_and_nothing_else(tmp_path):
     assert [path for path in stored if KEY.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.full
 def test_a_secret_that_raises_is_reported(tmp_path):
     done = train(tmp_path, **ONLINE, SECRET_FROM="NOT_THERE")
     assert "TrackerUnavailableError: secret= raised KeyError and returned no API key" in done.output
@@ -301,6 +305,7 @@ def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(tmp_path)
     assert 'TrackerNotInstalledError: pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
+@pytest.mark.full
 def test_a_child_of_lightnings_own_launcher_gets_no_run(tmp_path):
     """Lightning's ddp starts the script again with LOCAL_RANK, WORLD_SIZE and the parent's service, and no RANK."""
     done = runs(tmp_path, "lightning_child")
@@ -309,6 +314,7 @@ def test_a_child_of_lightnings_own_launcher_gets_no_run(tmp_path):
     assert [run.exit_code for run in done.runs] == [0]
 
 
+@pytest.mark.full
 def test_a_directory_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "wandb").write_text("a file where the directory should be")
     done = train(tmp_path)
@@ -336,7 +342,8 @@ def test_the_client_reports_no_errors_of_its_own(tmp_path):
     assert "--no-observability" in of_core
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path, mode):
     """What is logged then is kept, and sent when the function ends; of a run that is offline, when that is sent."""

@@ -20,7 +20,7 @@ from support.wandb_server import WandbServer
 
 from parity import seen
 from parity.differences import DIFFERENCES, EVERYWHERE
-from parity.table import Program, Table
+from parity.table import Program
 
 TESTS = Path(__file__).parents[1]
 WAYS = ("bare", "decorated")
@@ -152,9 +152,3 @@ class Kinds(dict[str, Sides]):
         self[kind] = self._make_sides()
         run_both(self[kind], kind, **self._options)
         return self[kind]
-
-
-def programs(table: Table, kind: str) -> Any:
-    """A test for each program of a kind whose programs have a process each."""
-    params = [pytest.param(one, id=one.name, marks=pytest.mark.full if one.is_full else ()) for one in table.of(kind)]
-    return pytest.mark.parametrize("program", params)

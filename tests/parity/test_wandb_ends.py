@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parity.compare import check, programs, run_both, wandb_sides
+from parity.compare import check, run_both, wandb_sides
 from parity.table import table_of
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
-TABLE = table_of("wandb")
 # Their process is gone at once: wandb-core may or may not have sent the last summary.
 CUT_SHORT = ("sigkill", "os_exit", "abort")
 
@@ -20,7 +17,10 @@ def sides(tmp_path_factory):
         yield sides
 
 
-@programs(TABLE, "end")
-def test_a_run_ends_as_with_the_bare_client(sides, program):
-    run_both(sides, "end", program.name)
-    check(sides, program, by_chance="summary/.*" if program.name in CUT_SHORT else "")
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_ends_as_with_the_bare_client(sides, is_full, subtests):
+    for program in table_of("wandb").of("end"):
+        if program.is_full == is_full:
+            with subtests.test(program.name):
+                run_both(sides, "end", program.name)
+                check(sides, program, by_chance="summary/.*" if program.name in CUT_SHORT else "")

@@ -7,14 +7,10 @@ import contextlib
 import pytest
 from support import jobs
 
-from parity.compare import Kinds, check, programs, run_both, wandb_sides
+from parity.compare import Kinds, check, run_both, wandb_sides
 from parity.table import table_of
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-pytest.importorskip("torch")
 pytestmark = pytest.mark.full
-
-TABLE = table_of("wandb")
 
 TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
 
@@ -26,13 +22,14 @@ def kinds(tmp_path_factory):
 
 
 def test_a_run_of_two_ranks_has_what_the_bare_client_gives_it(kinds, subtests):
-    for program in TABLE.of("ranks"):
+    for program in table_of("wandb").of("ranks"):
         with subtests.test(program.name):
             check(kinds["ranks"], program)
 
 
-@programs(TABLE, "ranks end")
-def test_a_job_of_two_ranks_ends_as_with_the_bare_client(tmp_path, program):
+def test_a_job_of_two_ranks_ends_as_with_the_bare_client(tmp_path, subtests):
     with wandb_sides(tmp_path) as sides:
-        run_both(sides, "ranks end", program.name, launcher=TORCHRUN)
-        check(sides, program)
+        for program in table_of("wandb").of("ranks end"):
+            with subtests.test(program.name):
+                run_both(sides, "ranks end", program.name, launcher=TORCHRUN)
+                check(sides, program)

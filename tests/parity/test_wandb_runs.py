@@ -15,8 +15,6 @@ from parity.compare import Kinds, check, wandb_sides
 from parity.differences import DIFFERENCES, table
 from parity.table import TABLES, table_of
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 GUARANTEES = Path(__file__).parents[2] / "docs" / "about" / "guarantees.md"
 
 
@@ -27,7 +25,7 @@ def kinds(tmp_path_factory):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["log", "use", "open", "config"])
+@pytest.mark.parametrize("kind", ["log", "more rows", "use", "open", "config"])
 def test_a_run_has_what_the_bare_client_gives_it(kinds, kind, subtests):
     for program in table_of("wandb").of(kind):
         with subtests.test(program.name):

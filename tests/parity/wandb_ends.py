@@ -44,14 +44,6 @@ def raises(run: Any) -> NoReturn:
 
 
 @full_end
-def raises_with_a_cause(run: Any) -> NoReturn:
-    try:
-        raise OSError("the cause")
-    except OSError as error:
-        raise OwnError("made to fail") from error
-
-
-@full_end
 def raises_a_group(run: Any) -> NoReturn:
     if sys.version_info < (3, 11):
         raise OwnError("no groups here")
@@ -88,33 +80,8 @@ def sys_exit_true(run: Any) -> NoReturn:
 
 
 @differs("exit_code")
-def sys_exit_false(run: Any) -> NoReturn:
-    sys.exit(False)
-
-
-@differs("exit_code")
-def sys_exit_negative(run: Any) -> NoReturn:
-    sys.exit(-1)
-
-
-@differs("exit_code")
 def sys_exit_256(run: Any) -> NoReturn:
     sys.exit(256)
-
-
-@full_end
-def sys_exit_a_tuple(run: Any) -> NoReturn:
-    sys.exit((1, 2))
-
-
-@full_end
-def the_builtin_exit(run: Any) -> NoReturn:
-    raise SystemExit
-
-
-@differs("system_exit")
-def system_exit_raised(run: Any) -> NoReturn:
-    raise SystemExit(3)
 
 
 @differs("system_exit")
@@ -197,11 +164,6 @@ def os_exit(run: Any) -> None:
     os._exit(5)
 
 
-@full_end
-def abort(run: Any) -> None:
-    os.abort()
-
-
 @differs("at_exit")
 def an_exit_function(run: Any) -> None:
     atexit.register(print, "SAID at exit")
@@ -242,15 +204,6 @@ def asyncio_that_raises(run: Any) -> None:
 
 
 @full_end
-def asyncio_that_exits(run: Any) -> None:
-    async def leave() -> None:
-        await asyncio.sleep(0)
-        sys.exit(4)
-
-    asyncio.run(leave())
-
-
-@full_end
 def asyncio_that_is_cancelled(run: Any) -> None:
     async def rows() -> AsyncIterator[int]:
         yield 1
@@ -277,14 +230,6 @@ def click_usage_error(run: Any) -> NoReturn:
     _click(run, fail)
 
 
-@full_end
-def click_aborts(run: Any) -> NoReturn:
-    def fail() -> NoReturn:
-        raise click.Abort
-
-    _click(run, fail)
-
-
 def _click(run: Any, act: Any) -> NoReturn:
     @click.command()
     def command() -> None:
@@ -299,18 +244,6 @@ def _click(run: Any, act: Any) -> NoReturn:
 def finish_with_a_code(run: Any) -> None:
     run.log({"x": 1})
     run.finish(exit_code=3)
-
-
-@full_end
-def a_global_finish_with_a_code(run: Any) -> None:
-    wandb.finish(exit_code=3)
-    run.finish()
-
-
-@full_end
-def finish_before_one_with_a_code(run: Any) -> None:
-    run.finish()
-    run.finish(3)
 
 
 @full_end
@@ -346,13 +279,6 @@ def a_with_block_that_raises(run: Any) -> None:
         raise OwnError("in the block")
 
 
-@differs("system_exit")
-def a_with_block_that_exits(run: Any) -> None:
-    with run:
-        run.log({"x": 1})
-        sys.exit(3)
-
-
 @full_end
 def a_failure_that_is_handled(run: Any) -> None:
     try:
@@ -365,11 +291,6 @@ def a_failure_that_is_handled(run: Any) -> None:
 def an_exit_hook_of_the_program(run: Any) -> NoReturn:
     sys.excepthook = lambda *_: print("SAID by an excepthook")
     raise OwnError("made to fail")
-
-
-@full_end
-def a_message_of_all_kinds(run: Any) -> NoReturn:
-    raise OwnError("Größe 漢字 \ud800 \0 " + "x" * 100_000)
 
 
 @full_end

@@ -13,6 +13,7 @@ A block is one of these, and there is no other kind:
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
@@ -244,6 +245,7 @@ def test_text_is_what_the_blocks_print_or_a_message_of_the_library(ran):
     assert [line for line in lines if line not in printed and not is_a_message(line)] == []
 
 
+@functools.cache
 def templates_of_messages() -> list[str]:
     """Each string of the package, with NUL for what is put in."""
     found = []
@@ -257,15 +259,13 @@ def templates_of_messages() -> list[str]:
     return [text for text in found if len(text.replace("\0", "")) > 8]
 
 
-MESSAGES = templates_of_messages()
-
-
 def is_a_message(quote: str) -> bool:
     """Whether a string of the package has all parts of the quote, which has `...` between them; or is filled in so."""
     parts = re.compile(".*".join(map(re.escape, quote.split("..."))), re.DOTALL)
-    filled = (re.compile(".+".join(map(re.escape, text.split("\0")))) for text in MESSAGES if "\0" in text)
+    messages = templates_of_messages()
+    filled = (re.compile(".+".join(map(re.escape, text.split("\0")))) for text in messages if "\0" in text)
     without_tracker = re.sub(r"^\w+: ", "", quote)  # which the log puts in front of some messages
-    return any(parts.search(text) for text in MESSAGES) or any(
+    return any(parts.search(text) for text in messages) or any(
         pattern.fullmatch(quote) or pattern.match(without_tracker) for pattern in filled
     )
 

@@ -86,7 +86,7 @@ def test_modes_has_one_run_of_all_ranks(tmp_path):
     assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(2) for step in range(10)]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_slow_rank_is_named_and_an_evaluation_is_no_hang(tmp_path):
     done = example(tmp_path, "slow_rank.py", 2, "0.5")
     (run,) = done.runs
@@ -143,15 +143,15 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
     assert [other.id for other in server.runs].count("elastic") == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("argument", "mode"),
     [
         ("", "offline"),
-        pytest.param("", "disabled", marks=pytest.mark.full),
+        pytest.param("", "disabled", marks=pytest.mark.wide),
         pytest.param('run_mode="shared"', "offline", marks=pytest.mark.full),
         pytest.param('run_mode="new"', "offline", marks=pytest.mark.wide),
-        pytest.param("primary_rank=-1", "offline", marks=pytest.mark.full),
+        pytest.param("primary_rank=-1", "offline", marks=pytest.mark.wide),
     ],
 )
 def test_rank_0_alone_saves_the_checkpoint_whoever_has_a_run(tmp_path, argument, mode):
@@ -177,13 +177,13 @@ def test_fsdp_has_one_run_with_the_values_of_all_ranks(tmp_path):
     assert run.rows[-1]["loss/mean"] < run.rows[0]["loss/mean"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_evaluation_logs_to_the_run_of_its_training(tmp_path):
     (run,) = example(tmp_path, "evaluation.py", 2).runs
     assert ["test/error" in row for row in run.rows] == ([False] * 10 + [True]) * 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_evaluation_by_itself_has_a_run(tmp_path):
     (run,) = jobs.python(tmp_path, EXAMPLES / "evaluation.py", "evaluate").runs
     assert (run.exit_code, len(run.rows)) == (0, 1)
@@ -287,7 +287,7 @@ def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, commands), "torchelastic")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     task = yaml.safe_load((EXAMPLES / "konduktor" / "task.yaml").read_text())
     nodes, (_, gpus) = task["num_nodes"], task["resources"]["accelerators"].split(":")
@@ -300,6 +300,7 @@ def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, pods), "torchelastic")
 
 
+@pytest.mark.full
 def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     """`sbatch` and `srun` are replaced by what they set. `tests/slurm` runs the script on a real Slurm."""
     srun = (jobs.PROGRAMS / "srun.sh").read_text()
@@ -322,7 +323,7 @@ def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     assert done.runs[0].id == f"slurm-here-{job}-0-train"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_path):
     """`srun` is replaced by two agents. `tests/slurm` requeues the script on a real Slurm."""
     job = secrets.token_hex(4)  # starts are counted by job
@@ -403,7 +404,7 @@ def test_three_processes_log_to_one_run(tmp_path, server):
     assert {key: sum(key in row for row in run.rows) for key, _ in roles.values()} == dict(roles.values())
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_all_roles_of_one_srun_log_to_one_run(tmp_path, server):
     job = {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}
     started = [

@@ -129,7 +129,7 @@ def test_a_failure_after_trainer_is_done_is_the_runs(trainer):
     assert (trainer.run("failing").exit_codes, trainer.run("failing").state) == ([1], "failed")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_rule_2_a_hyperparameter_search_leaves_one_run(trainer):
     """Trainer calls `wandb.finish()` before each trial, on every rank."""
     run = trainer.run("search")
@@ -139,7 +139,7 @@ def test_rule_2_a_hyperparameter_search_leaves_one_run(trainer):
     assert run.exit_codes == [0]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_in_a_shared_run_trainer_logs_once_and_the_ranks_beside_it(trainer):
     run = trainer.run("shared")
     assert [row["train/global_step"] for row in run.rows if "rank" not in row] == [1, 2, 3, 4, 4]
@@ -148,7 +148,7 @@ def test_in_a_shared_run_trainer_logs_once_and_the_ranks_beside_it(trainer):
     assert run.exit_codes == [0]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_trainers_mlflow_run_is_ours_which_both_ranks_open_in_a_store_that_is_made_now(trainer):
     run = trainer.mlflow_run()
     assert (run.id, run.name, run.status) == ("mlflow", "ours", "FINISHED")
@@ -178,14 +178,14 @@ def test_rule_5_a_run_ends_without_the_process_group(accelerate):
     assert [accelerate.seen(f"ended-{rank}") for rank in (0, 1)] == ["ended", "None"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_notebook_launcher_starts_a_decorated_function_with_one_run(notebook):
     run = notebook.run("launched")
     assert ([row["_step"] for row in run.rows], run.exit_codes) == ([0, 1, 2], [0])
     assert [notebook.seen(f"launched-{rank}") for rank in (0, 1)] == ["launched", "None"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook):
     run = notebook.run("launching")
     assert [{"before", "after"} & row.keys() for row in run.rows] == [{"before"}, {"after"}]
@@ -194,7 +194,7 @@ def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook)
     assert [run.project for run in notebook.server.runs] == ["launched", "launching"]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
     run = lightning.run("wandb")
     assert (run.id, run.name, run.exit_codes, run.config["mine"]) == ("wandb", "ours", [0], 1)
@@ -204,7 +204,7 @@ def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
     assert lightning.seen("wandb-1.json") == {"id": None, "same": False}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_steps_of_lightning_are_the_x_axis_of_its_rows_if_the_function_says_so(lightning):
     """Lightning says so itself in a run that it opens."""
     defined = lightning.run("wandb").raw_config["_wandb"]["value"]["m"]
@@ -227,6 +227,7 @@ def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launch
     assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(("framework", "data"), [("trainer", "y = 2x"), ("lightning", "noise")])
 def test_the_examples_have_one_run_with_the_frameworks_rows(framework, data, request):

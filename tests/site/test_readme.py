@@ -87,6 +87,7 @@ def test_the_demos_runs_are_listed_by_rank_in_the_order_of_the_trainings():
     assert [run.id for run in in_rank_order(started)] == ["one", "b2", "b10", "a0", "a1"]
 
 
+@pytest.mark.full
 def test_the_demos_commands_can_be_typed_beside_the_environment(tmp_path):
     beside = Path(sys.prefix).parent
     env = {"PYTHONPATH": str(ROOT / "examples"), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path)}
@@ -97,6 +98,7 @@ def test_the_demos_commands_can_be_typed_beside_the_environment(tmp_path):
     assert (done.returncode, "Browse runs in a wandb directory" in done.output) == (0, True), done.output
 
 
+@pytest.mark.full
 def test_the_flyte_2_example_shows_one_run_of_a_task_and_its_children(tmp_path):
     done = jobs.python(tmp_path, ROOT / "examples" / "flyte2_children.py", "out")
     assert done.returncode == 0, done.output

@@ -17,8 +17,6 @@ from flyteplugins_tracking import ConfigError
 from flyteplugins_tracking.compat import wandb as compat
 from flyteplugins_tracking.compat.wandb import Wandb, WandbSweep, get_wandb_context, wandb_config, wandb_init
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 
 def test_the_names_are_those_of_both_plugins():
     assert compat.__all__ == [

@@ -10,8 +10,6 @@ import urllib.request
 import pytest
 from support.wandb_server import WandbServer
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 
 @pytest.fixture
 def server():

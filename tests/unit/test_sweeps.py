@@ -18,8 +18,6 @@ from flyteplugins_tracking import (
 from flyteplugins_tracking._runs.propagation import CONFIG, SWEEP, SWEEP_ID
 from flyteplugins_tracking._sweeps.sweep import SweepLink
 
-pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
-
 GRID = {"method": "grid", "parameters": {"x": {"values": [1]}}}
 
 

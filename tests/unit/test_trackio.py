@@ -16,8 +16,6 @@ from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
 
-pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
-
 TOKEN = "canary" + "0" * 34
 
 

@@ -25,7 +25,6 @@ from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
-wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 ROWS = 40
 
 

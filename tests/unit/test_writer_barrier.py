@@ -13,11 +13,11 @@ from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.ending import EndLimit
 
-torch = pytest.importorskip("torch")
-
 
 @pytest.fixture
 def store():
+    import torch
+
     return torch.distributed.HashStore()
 
 
@@ -90,6 +90,8 @@ def test_a_writer_whose_string_is_damaged_has_not_left(store):
 
 
 def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
+    import torch
+
     def unreachable(*_: object) -> None:
         raise torch.distributed.DistNetworkError("timed out")
 
