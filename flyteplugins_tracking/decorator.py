@@ -113,8 +113,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         kill_after_s: How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of
             torchrun, Slurm (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()`
             and the run's end have 5 s less than that: 25 s by default. If it is below 10 s, they have half of it. At an
-            end without a SIGTERM there is no limit while the service takes data; when nothing has moved for 25 s, the
-            library gives up. In a shared run, the rank that ends it waits in the same way for the other ranks.
+            end without a SIGTERM there is no limit while the service takes data. The library gives up when nothing has
+            moved for 25 s; or for 600 s, if an upload is under way and the service answers.
         hang_timeout_s: If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each
             rank is to the run and to the log of the rank with the run. Each rank writes its stacks to its own log.
             Nothing is ended. None for never.

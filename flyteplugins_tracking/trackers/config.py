@@ -89,10 +89,11 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class TrackingConfig(Record):
-    """The arguments of one `tracking_init`, each written down here and nowhere else.
+    """The arguments of one `tracking_init`, checked, and `options`: those that only this tracker has.
 
-    `make includes` writes the signature and the docstring of `tracking_init`, and docs/reference/arguments.md, from the
-    fields, their defaults and their descriptions. The type of a field says how its value is checked: see `_CHECKS`.
+    Each is written down here and nowhere else. `make includes` writes the signature and the docstring of
+    `tracking_init`, and docs/reference/api.md, from the fields, their defaults and their descriptions. The type of a
+    field says how its value is checked: see `_CHECKS`.
     """
 
     _hidden = ("secret", "options", "given")
@@ -169,8 +170,8 @@ class TrackingConfig(Record):
     """How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of torchrun, Slurm
     (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()` and the run's end have
     5 s less than that: 25 s by default. If it is below 10 s, they have half of it. At an end without a SIGTERM there is
-    no limit while the service takes data; when nothing has moved for 25 s, the library gives up. In a shared run, the
-    rank that ends it waits in the same way for the other ranks."""
+    no limit while the service takes data. The library gives up when nothing has moved for 25 s; or for 600 s, if an
+    upload is under way and the service answers."""
 
     hang_timeout_s: float | None = None
     """If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each rank is to the
