@@ -27,6 +27,8 @@ TYPES = (
     *("RunMode", "RankScope", "TrackingError", "ConfigError", "TopologyError", "IdentityError"),
     *("TrackerUnavailableError", "TrackerNotInstalledError"),
 )
+# What no guide says: shown whole.
+_WHOLE = {"tracking_config", "process_group"}
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$", re.MULTILINE)
 
 
@@ -68,7 +70,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if name == "tracking_init":
         yield "Give the decorated function its run. Its arguments are [above](#arguments)."
     else:
-        first, *lines = _body(inspect.getdoc(value) or "")
+        first, *lines = _body(inspect.getdoc(value) or "", is_whole=name in _WHOLE)
         yield f"`{name}{_signature(value)}`: {first}" if inspect.isroutine(value) else first
         lines += _members(value) if inspect.isclass(value) else ()
         yield from ("", *lines) if lines else ()
@@ -83,10 +85,10 @@ def _signature(value: Any) -> str:
     return f"({', '.join(shown)})"
 
 
-def _body(documented: str) -> Iterator[str]:
-    """The docstring, with what is returned and a class's attributes. `help()` has the arguments and errors too."""
+def _body(documented: str, is_whole: bool = False) -> Iterator[str]:
+    """What it is, what is returned, and a class's attributes. `help()` has the rest."""
     first, *rest = _SECTION.split(documented)
-    yield _joined(first)
+    yield _joined(first if is_whole else first.partition("\n\n")[0])
     for kind, text in zip(rest[::2], rest[1::2], strict=True):
         if kind == "Attributes":
             for name, told in re.findall(r"^    (\S[^:]*): ((?:.*\n?)(?:^ {8}.*\n?)*)", text, re.MULTILINE):

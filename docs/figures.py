@@ -58,7 +58,7 @@ ROWS = (
         "a rank that logs nothing, a plain function, torch imported, against",
     ),
     Row(
-        "The start of a run, from the process's start to the first `log`",
+        "The start of a run, to the first `log`",
         lambda: _more("primary_start", "total", _START, _STARTED, "ms"),
         "the primary's start, one process",
     ),
@@ -97,7 +97,7 @@ ROWS = (
         "a training step that logs 5 keys, ours, shared",
     ),
     Row(
-        "8 ranks that share a run: memory of their 8 helpers together, over W&B's own shared mode",
+        "8 ranks that share a run: memory of their helpers, over W&B's own shared mode",
         lambda: _more("shared_node", "paced_pss", _SHARED, _BARE, "MiB"),
         "8 ranks, shared: memory",
     ),
@@ -117,7 +117,7 @@ ROWS = (
         "SIGTERM to the end",
     ),
     Row(
-        "Opening a run after a killed attempt that left 100 MB of rows, over a new run",
+        "Opening a run after an attempt that left 100 MB of rows, over a new run",
         lambda: _more("opening", "open_ms", "behind 100 MB", "a new run", "ms"),
         "opening a W&B run",
     ),
