@@ -50,7 +50,7 @@ test-engines: $(ENGINES)/.installed
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
 
-# Many versions of each vendor's client, and their table in docs/reference/launchers.md: all, or VENDOR=mlflow, or VENDOR="mlflow 2.14.3".
+# Many versions of each vendor's client, and their table in docs/about/matrix.md: all, or VENDOR=mlflow, or VENDOR="mlflow 2.14.3".
 vendors: $(INSTALLED)
 	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(VENDOR); \
 	failed=$$?; $(BIN)/python docs/include.py && exit $$failed

@@ -177,20 +177,3 @@ def table() -> str:
             f"| {row.what} | {row.reads()} | {_AIMS[goal['goal']]} | {'met' if goal['met'] else '**missed**'} |"
         )
     return "\n".join(lines)
-
-
-def costs() -> str:
-    """The README's bullets."""
-    reads = {row.what: row.reads() for row in ROWS}
-    inert, log = (next(row for row in ROWS if row.what.startswith(name)) for name in ("A rank", "A `log`"))
-    return "\n".join(
-        [
-            f"- **A `log`** every 10 ms: {reads[log.what]}, compared with W&B's own.{_missed(log)}",
-            f"- **A rank without a run**, once: {reads[inert.what]}.",
-        ]
-    )
-
-
-def _missed(row: Row) -> str:
-    goal = _goal(row.goal)
-    return "" if goal["met"] else f" The goal, {_AIMS[goal['goal']]}, is missed."

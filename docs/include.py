@@ -84,8 +84,13 @@ def _packages() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _versions() -> str:
-    """The versions that pyproject.toml allows and constraints.txt has, what `make vendors` has found, known faults."""
+    """The versions that pyproject.toml allows and constraints.txt has."""
     rows = [(f"{title} (`{name}`)" if name else title, *versions) for title, name, *versions in _packages()]
+    return _table(["", "allowed", "all tests run with"], rows)
+
+
+def _clients() -> str:
+    """What `make vendors` has found, and the versions with a known fault."""
     _, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
     told = [(client, version, works if works.startswith("not") else lost) for client, version, works, lost in outcomes]
     # One row for neighbours with the same outcome.
@@ -97,18 +102,10 @@ def _versions() -> str:
         for fault in of_client
     ]
     tables = (
-        _table(["", "allowed", "all tests run with"], rows),
         _table(["client", "versions", "what is lost"], clients),
         _table(["client", "from", "fixed in", "fault"], faults),
     )
     return "\n\n".join(tables)
-
-
-def _supported() -> str:
-    """The versions in one sentence."""
-    named = ", ".join(f"{title} {allowed}" for title, _, allowed, _ in _packages())
-    more = "[Versions](docs/reference/launchers.md#versions) says which were tested."
-    return textwrap.fill(f"Allowed: {named}. {more}", 120, break_on_hyphens=False, break_long_words=False)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -183,15 +180,30 @@ def _differences() -> str:
     return table()
 
 
+# The rooms whose code names variables of launchers, and what only looks like a variable there.
+_OF_LAUNCHERS = ("_rank", "_job", "_runs", "_flyte", "testing")
+_NO_VARIABLES = {"ALREADY_EXISTS", "NOT_FOUND"}
+
+
+def _variables() -> str:
+    """The variables of launchers that the package reads, by their names."""
+    package = ROOT / "flyteplugins_tracking"
+    trees = [ast.parse(path.read_text()) for room in _OF_LAUNCHERS for path in sorted((package / room).rglob("*.py"))]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    names = {str(text) for text in texts if re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]|RANK", str(text))}
+    own = {name for name in names if name.startswith("FLYTE_TRACKING_")}
+    return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names - own - _NO_VARIABLES)), 120)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api.of_package,
     "api_testing": api.of_testing,
     "api_trackers": api.of_trackers,
     "arguments": _arguments,
-    "costs": figures.costs,
+    "clients": _clients,
     "differences": _differences,
     "performance": figures.table,
-    "supported": _supported,
+    "variables": _variables,
     "versions": _versions,
 }
 
