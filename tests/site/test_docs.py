@@ -56,17 +56,9 @@ REPOSITORY = re.findall(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_
 RUNNER = jobs.PROGRAMS / "docs_blocks.py"
 # How many runs a block makes, where that is any.
 RUNS = {
-    "README/first.py": 1,
     "README/train.py": 1,
-    "docs/index/train.py": 1,
     "docs/guides/restarts/restarts.py": 1,
-    "docs/guides/move/configured.py": 2,
-    "docs/guides/move/options.py": 1,
-    "docs/guides/move/patterns.py": 1,
-    "docs/guides/move/spawned.py": 1,
-    "docs/guides/frameworks/lightning_axis.py": 1,
-    "docs/guides/ranks/prefixed.py": 1,
-    "docs/guides/ranks/last_rank.py": 1,
+    "docs/guides/ranks/gather.py": 1,
 }
 # What commands may start.
 PROGRAMS = re.compile(
