@@ -17,7 +17,7 @@ from parity.table import TABLES, table_of
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 
-GUARANTEES = Path(__file__).parents[2] / "docs" / "about" / "guarantees.md"
+GUARANTEES = Path(__file__).parents[2] / "docs" / "about" / "matrix.md"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[2]
 MODES = (ROOT / "docs" / "guides" / "ranks.md").read_text()
-TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
+TRACKERS = (ROOT / "docs" / "reference" / "trackers.md").read_text()
 
 
 # What the rows of the table of trackers are about, in their order.
