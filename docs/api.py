@@ -39,8 +39,8 @@ def of_package() -> str:
 
 
 def of_testing() -> str:
-    """The names of the test kit."""
-    return _entries(testing, testing.__all__)
+    """A line for each name of the test kit."""
+    return _lines(testing, testing.__all__)
 
 
 def of_trackers() -> str:
