@@ -71,7 +71,7 @@ OMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
-# What raises the errors of the page of troubleshooting.
+# What raises the errors of the page of failures.
 RAISING = {
     "RANK=1 is a node, not a process": lambda: topology.detect(
         {"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}
@@ -284,10 +284,10 @@ def test_what_the_pages_quote_are_messages_of_the_library():
 
 
 def test_each_warning_of_the_page_is_a_quote():
-    section = PAGES["docs/reference/troubleshooting"].partition("## Warnings\n")[2]
-    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 8
-    assert [row for row in rows if not row.startswith('| "')] == []
+    section = PAGES["docs/guides/failed"].partition("\n## Warnings\n")[2].partition("\n## ")[0]
+    headings = re.findall(r"^### (.+)$", section, re.MULTILINE)
+    assert len(headings) > 8
+    assert [heading for heading in headings if not heading.startswith('"')] == []
 
 
 @pytest.mark.full
@@ -299,17 +299,14 @@ def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 10)], done.output
 
 
-def test_the_readmes_figures_are_those_of_the_page_of_guarantees():
-    rows = [line for line in README.splitlines() if re.match(r"\| [\d,]+ of", line)]
-    relied_on = README.partition("## What you can rely on")[2].partition("<!--")[0]
-    assert (len(rows), len(re.findall("^- ", relied_on, re.MULTILINE))) == (2, 3)
-    found = {figure for text in (*rows, relied_on) for figure in re.findall(r"\d[\d,.]*\d", text)}
-    ((ours, bare),) = re.findall(
-        r"^\| a step that logs takes (\S+) longer .* (\S+) with W&B's own", README, re.MULTILINE
-    )
-    assert f"| {ours} slower ({bare} with W&B's own) |" in PAGES["docs/about/performance"]
-    figures = found - {"20", "45", "200", "130", "143"}
-    assert [figure for figure in figures if figure not in PAGES["docs/about/guarantees"]] == []
+def test_the_readmes_figures_are_those_of_the_pages_that_measure():
+    section = README.partition("| Measured | With |\n")[2].partition("\n\n")[0]
+    rows = section.splitlines()[1:]
+    assert [re.findall("`make (.+)`", row) for row in rows] == [["soak"], ["reliability"], ["bench"]]
+    measured = "".join(PAGES[f"docs/about/{page}"] for page in ("guarantees", "matrix", "how-it-works"))
+    figures = {figure for row in rows for figure in re.findall(r"\d[\d,.]*\d", row)}
+    assert len(figures) > 5
+    assert [figure for figure in figures if not re.search(rf"(?<![\d,.]){figure}(?![\d,.]*\d)", measured)] == []
 
 
 @pytest.mark.parametrize("name", ["README", "CHANGELOG", "CONTRIBUTING", "DESIGN", "SECURITY"])
@@ -531,7 +528,7 @@ def test_the_reference_has_every_public_name():
 def test_the_errors_of_the_page_are_those_that_are_raised(message):
     with pytest.raises(TrackingError, match=re.escape(message)) as raised:
         RAISING[message]()
-    rows = re.findall(r"^\| `(\w+Error): (?:\.\.\. )?(.+?)` \|", PAGES["docs/reference/troubleshooting"], re.MULTILINE)
+    rows = re.findall(r"^### `(\w+Error): (?:\.\.\. )?(.+?)`$", PAGES["docs/guides/failed"], re.MULTILINE)
     assert {text: name for name, text in rows}[message] == type(raised.value).__name__
     assert len(rows) == len(RAISING)
 
