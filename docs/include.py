@@ -21,6 +21,7 @@ import api
 import figures
 
 from flyteplugins_tracking.trackers import vendor_parts
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[1]
 DECORATOR = ROOT / "flyteplugins_tracking" / "decorator.py"
@@ -114,10 +115,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 # The page that explains an argument, from docs/reference. An argument that is not here has no link.
 _PAGES = {
-    ("Which ranks log", "../guides/ranks.md"): ("run_mode", "rank_scope", "primary_rank", "roles", "role"),
-    ("Restarts", "../guides/restarts.md"): ("id", "run_file", "stop_before_s", "step_metric"),
-    ("Move your script", "../guides/move.md"): ("config",),
-    ("Flyte", "../guides/flyte.md"): ("secret",),
+    ("Which ranks log", "../guides/ranks.md"): ("run_mode", "roles"),
+    ("Restarts", "../guides/restarts.md"): ("run_file", "stop_before_s"),
     ("Offline", "../guides/offline.md"): ("if_unavailable",),
     ("How it works", "../about/how-it-works.md"): ("kill_after_s",),
     ("What failed", "../guides/failed.md"): ("hang_timeout_s", "pulse_s"),
@@ -174,6 +173,13 @@ def _told(one: Argument) -> str:
     return f"Default: `{one.default}`. {one.text}{linked}"
 
 
+def _unsupported() -> str:
+    """What each tracker lacks, and why."""
+    trackers = [find_tracker(name) for name in ("wandb", "pluto", "mlflow", "trackio")]
+    rows = [(one.title, feature, reason) for one in trackers for feature, reason in one.unsupported.items()]
+    return _table(["tracker", "lacks", "because"], rows)
+
+
 def _differences() -> str:
     """The differences from the vendors' own clients: the list that the programs of `tests/parity` refer to."""
     table: Callable[[], str] = runpy.run_path(str(ROOT / "tests" / "parity" / "differences.py"))["table"]
@@ -203,6 +209,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "clients": _clients,
     "differences": _differences,
     "performance": figures.table,
+    "unsupported": _unsupported,
     "variables": _variables,
     "versions": _versions,
 }
