@@ -28,7 +28,7 @@ TYPES = (
     *("TrackerUnavailableError", "TrackerNotInstalledError"),
 )
 # What no guide says: shown whole.
-_WHOLE = {"tracking_config", "process_group"}
+_WHOLE = {"tracking_config"}
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$", re.MULTILINE)
 
 
