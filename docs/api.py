@@ -92,7 +92,7 @@ def _body(documented: str, is_whole: bool = False) -> Iterator[str]:
     for kind, text in zip(rest[::2], rest[1::2], strict=True):
         if kind == "Attributes":
             for name, told in re.findall(r"^    (\S[^:]*): ((?:.*\n?)(?:^ {8}.*\n?)*)", text, re.MULTILINE):
-                yield f"- `{name}`: {_shortened(_joined(told))}"
+                yield f"- `{name}`: {_first_sentence(_joined(told))}"
         elif kind in ("Returns", "Yields"):
             yield f"{kind}: {_joined(text)}"
 
@@ -108,10 +108,8 @@ def _members(kind: type) -> Iterator[str]:
         yield f"- `{name}{call}`: {' '.join(next(_body(inspect.getdoc(function) or '')).split())}"
 
 
-def _shortened(text: str) -> str:
-    """The first sentence, and what None means: `help()` has the rest."""
-    first, *rest = re.split(r"(?<=[.?]) (?=[A-Z`])", text)
-    return " ".join([first, *(one for one in rest if one.startswith("None "))])
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.?]) (?=[A-Z`])", text, maxsplit=1)[0]
 
 
 def _joined(text: str) -> str:

@@ -110,9 +110,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             take 30 s more.
         kill_after_s: How long your launcher waits between SIGTERM and SIGKILL, in seconds: 30 by default, as torchrun,
             Slurm and Kubernetes. A loop that calls `should_stop()` and the run's end have 5 s less than that, or half
-            of it if it is below 10 s. At an end without a SIGTERM there is no limit while the service takes data. The
-            library gives up when nothing has moved for 25 s; or for 600 s, if an upload is under way and the service
-            answers.
+            of it if it is below 10 s. An end without a SIGTERM lasts as long as the service takes data.
         hang_timeout_s: If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each
             rank is to the run and to the log of the rank with the run. Each rank writes its stacks to its own log.
             Nothing is ended. None for never.
