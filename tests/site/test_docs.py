@@ -516,7 +516,7 @@ def test_the_reference_has_every_public_name():
     pages = {
         ("docs/reference/api", "api"): flyteplugins_tracking,
         ("docs/guides/test", "api_testing"): flyteplugins_tracking.testing,
-        ("docs/reference/trackers", "api_trackers"): flyteplugins_tracking.trackers,
+        ("docs/about/matrix", "api_trackers"): flyteplugins_tracking.trackers,
     }
     for (page, part), module in pages.items():
         section = PAGES[page].partition(f"<!-- generated: {part} -->")[2].partition("<!-- end -->")[0]
