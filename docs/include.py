@@ -24,6 +24,7 @@ from flyteplugins_tracking.trackers import vendor_parts
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[1]
+LLMS = ROOT / "docs" / "llms.txt"
 DECORATOR = ROOT / "flyteplugins_tracking" / "decorator.py"
 _BLOCK = re.compile(r"^( *)<!-- include: (\S+) -->\n\n?\1```(\w*)\n(?:.*?\n)??\1```$", re.DOTALL | re.MULTILINE)
 _GENERATED = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
@@ -48,11 +49,26 @@ def main() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         page.write_text(with_files(page.read_text()))
     DECORATOR.write_text(with_arguments(DECORATOR.read_text()))
+    LLMS.write_text(llms())
 
 
 def with_files(text: str) -> str:
     """Return a page with the present content of the files that it takes something from."""
     return _GENERATED.sub(_made, _BLOCK.sub(_filled, text))
+
+
+def llms() -> str:
+    """The site's list of pages for language models: each page with its headings."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    (name,), (told,) = (
+        re.findall(rf"^{key}: (.+)$", navigation, re.MULTILINE) for key in ("site_name", "site_description")
+    )
+    lines = [f"# {name}", "", f"> {told}", ""]
+    for title, page in re.findall(r"^ *- (.+): (.+\.md)$", navigation, re.MULTILINE):
+        text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+        headings = "; ".join(re.findall(r"^## (.+)$", text, re.MULTILINE))
+        lines.append(f"- [{title}]({page.removesuffix('.md')}.html): {headings}")
+    return "\n".join([*lines, ""])
 
 
 def _filled(block: re.Match[str]) -> str:

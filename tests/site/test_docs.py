@@ -309,7 +309,7 @@ def test_the_readmes_figures_are_those_of_the_pages_that_measure():
     assert [figure for figure in figures if not re.search(rf"(?<![\d,.]){figure}(?![\d,.]*\d)", measured)] == []
 
 
-@pytest.mark.parametrize("name", ["README", "CHANGELOG", "CONTRIBUTING", "DESIGN", "SECURITY"])
+@pytest.mark.parametrize("name", ["README", "AGENTS", "CHANGELOG", "CONTRIBUTING", "DESIGN", "SECURITY"])
 def test_links_of_the_files_at_the_root_work_wherever_the_repository_lies(name):
     """They are relative. For the package index, the build makes those of the README absolute."""
     text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / f"{name}.md").read_text(), flags=re.DOTALL)
@@ -405,6 +405,7 @@ def test_yaml_blocks_can_be_parsed():
 def test_copies_and_generated_parts_are_those_of_the_files():
     pages = [ROOT / "README.md", *DOCS]
     assert [path for path in pages if include.with_files(path.read_text()) != path.read_text()] == [], "make includes"
+    assert include.LLMS.read_text() == include.llms(), "make includes"
 
 
 def test_the_signature_and_the_docstring_have_the_arguments_of_the_config():
