@@ -14,6 +14,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 # torch comes first for both; then what the demo needs, or all. After all, the demo needs nothing more.
 TORCH := $(VENV)/.torch
 FOR_DEMO := $(VENV)/.demo
+FOR_DOCS := $(VENV)/.docs
 INSTALLED := $(VENV)/.installed
 # pip compiles on one core, compileall on all of them, without a third of the code, which nothing here imports. torch, which
 # is a half of it, is compiled while pip installs the others.
@@ -50,20 +51,20 @@ test-engines: $(ENGINES)/.installed
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
 
-# Many versions of each vendor's client, and their table in docs/start.md: all, or VENDOR=mlflow, or VENDOR="mlflow 2.14.3".
+# Many versions of each vendor's client, and their table in docs/about/matrix.md: all, or VENDOR=mlflow, or VENDOR="mlflow 2.14.3".
 vendors: $(INSTALLED)
 	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(VENDOR); \
 	failed=$$?; $(BIN)/python docs/include.py && exit $$failed
 
-# The fault matrix of docs/about/guarantees.md, measured again.
+# The table of all faults, docs/about/matrix.md, measured again.
 reliability: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/about/guarantees.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/about/matrix.md
 
 # 200 restarts in a row of a 4-rank job, and 50 kills of a job on one disk.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults.soak
 
-# The figures of docs/about/performance.md, measured again: all of them, or ROWS="log shutdown".
+# The figures of docs/about/how-it-works.md, measured again: all of them, or ROWS="log shutdown".
 bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python benchmarks $(ROWS)
 	$(BIN)/python docs/include.py
@@ -81,8 +82,8 @@ pictures: $(INSTALLED)
 includes: $(INSTALLED)
 	$(BIN)/python docs/include.py
 
-# The site, in site/index.html. A dead link or anchor is an error; with --quiet it would not be.
-docs: $(INSTALLED)
+# The site, in site/index.html, with three packages. A dead link or anchor is an error; with --quiet it would not be.
+docs: $(FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(INSTALLED)
@@ -113,6 +114,12 @@ $(FOR_DEMO): $(TORCH)
 	@$(COMPILE)
 	@touch $@
 
+$(FOR_DOCS): pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) '$(PIP)'
+	@$(INSTALL) --group docs -c constraints.txt
+	@touch $@
+
 # pluto-ml last and beside the others, where its .pth is not run: that imports it at each start of an interpreter.
 # pytest compiles the tests once here. Else each of its workers would, at the same time.
 $(INSTALLED): $(TORCH)
@@ -121,7 +128,7 @@ $(INSTALLED): $(TORCH)
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
 	@$(COMPILE)
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
-	@touch $(FOR_DEMO) $@
+	@touch $(FOR_DEMO) $(FOR_DOCS) $@
 
 $(ENGINES)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(ENGINES): torch, Ray, Dask, mpi4py and others. A few minutes."

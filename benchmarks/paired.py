@@ -1,6 +1,6 @@
 """What every benchmark shares: kinds measured in turn, their medians and ratios, and the files that keep them.
 
-`docs/figures.py` writes the table of docs/about/performance.md from these files.
+`docs/figures.py` writes the table of docs/about/how-it-works.md from these files.
 """
 
 from __future__ import annotations

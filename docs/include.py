@@ -21,8 +21,10 @@ import api
 import figures
 
 from flyteplugins_tracking.trackers import vendor_parts
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[1]
+LLMS = ROOT / "docs" / "llms.txt"
 DECORATOR = ROOT / "flyteplugins_tracking" / "decorator.py"
 _BLOCK = re.compile(r"^( *)<!-- include: (\S+) -->\n\n?\1```(\w*)\n(?:.*?\n)??\1```$", re.DOTALL | re.MULTILINE)
 _GENERATED = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
@@ -47,11 +49,26 @@ def main() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         page.write_text(with_files(page.read_text()))
     DECORATOR.write_text(with_arguments(DECORATOR.read_text()))
+    LLMS.write_text(llms())
 
 
 def with_files(text: str) -> str:
     """Return a page with the present content of the files that it takes something from."""
     return _GENERATED.sub(_made, _BLOCK.sub(_filled, text))
+
+
+def llms() -> str:
+    """The site's list of pages for language models: each page with its headings."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    (name,), (told,) = (
+        re.findall(rf"^{key}: (.+)$", navigation, re.MULTILINE) for key in ("site_name", "site_description")
+    )
+    lines = [f"# {name}", "", f"> {told}", ""]
+    for title, page in re.findall(r"^ *- (.+): (.+\.md)$", navigation, re.MULTILINE):
+        text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+        headings = "; ".join(re.findall(r"^## (.+)$", text, re.MULTILINE))
+        lines.append(f"- [{title}]({page.removesuffix('.md')}.html): {headings}")
+    return "\n".join([*lines, ""])
 
 
 def _filled(block: re.Match[str]) -> str:
@@ -84,30 +101,28 @@ def _packages() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _versions() -> str:
-    """The versions that pyproject.toml allows and constraints.txt has, what `make vendors` has found, known faults."""
+    """The versions that pyproject.toml allows and constraints.txt has."""
     rows = [(f"{title} (`{name}`)" if name else title, *versions) for title, name, *versions in _packages()]
-    head, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
+    return _table(["", "allowed", "all tests run with"], rows)
+
+
+def _clients() -> str:
+    """What `make vendors` has found, and the versions with a known fault."""
+    _, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
+    told = [(client, version, works if works.startswith("not") else lost) for client, version, works, lost in outcomes]
     # One row for neighbours with the same outcome.
-    same = itertools.groupby(outcomes, lambda outcome: (outcome[0], *outcome[2:]))
-    clients = [(client, ", ".join(row[1] for row in group), *rest) for (client, *rest), group in same]
+    same = itertools.groupby(told, lambda one: (one[0], one[2]))
+    clients = [(client, ", ".join(version for _, version, _ in group), lost) for (client, lost), group in same]
     faults = [
         (distribution, fault.first, fault.fixed, fault.text)
         for distribution, of_client in vendor_parts.FAULTS.items()
         for fault in of_client
     ]
     tables = (
-        _table(["", "allowed", "all tests run with"], rows),
-        _table(head, clients),
+        _table(["client", "versions", "what is lost"], clients),
         _table(["client", "from", "fixed in", "fault"], faults),
     )
     return "\n\n".join(tables)
-
-
-def _supported() -> str:
-    """The versions in one sentence."""
-    named = ", ".join(f"{title} {allowed}" for title, _, allowed, _ in _packages())
-    more = "[Which versions work](docs/start.md#which-versions-work) says which were tested, and what older ones lack."
-    return textwrap.fill(f"Allowed: {named}. {more}", 120, break_on_hyphens=False, break_long_words=False)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -116,23 +131,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 # The page that explains an argument, from docs/reference. An argument that is not here has no link.
 _PAGES = {
-    ("Trackers", "../trackers.md"): ("tracker",),
-    ("Which ranks log", "../guides/ranks.md"): (
-        "run_mode",
-        "rank_scope",
-        "primary_rank",
-        "id",
-        "group",
-        "rank_prefix",
-    ),
-    ("What restarts, and what stays", "../guides/restarts.md"): ("run_file",),
-    ("Several roles in one run", "../guides/roles.md"): ("roles", "role"),
-    ("Move your script", "../guides/move.md"): ("project", "name", "tags", "notes", "config"),
-    ("Flyte", "../guides/flyte.md"): ("secret", "download_logs"),
-    ("Offline, files and clean-up", "../guides/offline.md"): ("if_unavailable", "init_timeout_s"),
-    ("How a run lives and ends", "../about/lifecycle.md"): ("kill_after_s",),
-    ("Failed, hung or slow?", "../guides/failed.md"): ("hang_timeout_s", "pulse_s"),
-    ("Checkpoints and preemption", "../guides/checkpoints.md"): ("stop_before_s", "step_metric"),
+    ("Which ranks log", "../guides/ranks.md"): ("run_mode", "roles"),
+    ("Restarts", "../guides/restarts.md"): ("run_file", "stop_before_s"),
+    ("Offline", "../guides/offline.md"): ("if_unavailable",),
+    ("How it works", "../about/how-it-works.md"): ("kill_after_s",),
+    ("What failed", "../guides/failed.md"): ("hang_timeout_s", "pulse_s"),
 }
 
 
@@ -176,14 +179,21 @@ def with_arguments(code: str) -> str:
 
 
 def _arguments() -> str:
-    """The table of the decorator's arguments."""
-    rows = [(f"`{one.name}`", f"`{one.default}`", one.text, _link(one.name)) for one in arguments()]
-    return _table(["Argument", "Default", "What it is", "Page"], rows)
+    """The decorator's arguments, each below a heading of its own: so it can be linked, and read on a phone."""
+    return "\n\n".join(f"### `{one.name}`\n\n{_told(one)}" for one in arguments())
 
 
-def _link(argument: str) -> str:
-    """The link to the argument's page; empty if no page explains it."""
-    return next((f"[{title}]({page})" for (title, page), names in _PAGES.items() if argument in names), "")
+def _told(one: Argument) -> str:
+    """What the argument is, its default, and the page that explains it; if there is one."""
+    linked = next((f" See [{title}]({page})." for (title, page), names in _PAGES.items() if one.name in names), "")
+    return f"Default: `{one.default}`. {one.text}{linked}"
+
+
+def _unsupported() -> str:
+    """What each tracker lacks, and why."""
+    trackers = [find_tracker(name) for name in ("wandb", "pluto", "mlflow", "trackio")]
+    rows = [(one.title, feature, reason) for one in trackers for feature, reason in one.unsupported.items()]
+    return _table(["tracker", "lacks", "because"], rows)
 
 
 def _differences() -> str:
@@ -192,15 +202,31 @@ def _differences() -> str:
     return table()
 
 
+# The rooms whose code names variables of launchers, and what only looks like a variable there.
+_OF_LAUNCHERS = ("_rank", "_job", "_runs", "_flyte", "testing")
+_NO_VARIABLES = {"ALREADY_EXISTS", "NOT_FOUND"}
+
+
+def _variables() -> str:
+    """The variables of launchers that the package reads, by their names."""
+    package = ROOT / "flyteplugins_tracking"
+    trees = [ast.parse(path.read_text()) for room in _OF_LAUNCHERS for path in sorted((package / room).rglob("*.py"))]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    names = {str(text) for text in texts if re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]|RANK", str(text))}
+    own = {name for name in names if name.startswith("FLYTE_TRACKING_")}
+    return textwrap.fill(", ".join(f"`{name}`" for name in sorted(names - own - _NO_VARIABLES)), 120)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api.of_package,
     "api_testing": api.of_testing,
     "api_trackers": api.of_trackers,
     "arguments": _arguments,
-    "costs": figures.costs,
+    "clients": _clients,
     "differences": _differences,
     "performance": figures.table,
-    "supported": _supported,
+    "unsupported": _unsupported,
+    "variables": _variables,
     "versions": _versions,
 }
 

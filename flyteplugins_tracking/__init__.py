@@ -79,7 +79,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
     }
     # What to use instead of a name that has been removed. An entry stays for one release.
     _REMOVED = {
-        "gather_metrics": 'use torch.distributed.gather_object(), as the docs\' page "Values of all ranks" shows',
+        "gather_metrics": 'use torch.distributed.gather_object(), as docs/guides/ranks.md shows: "Values of all ranks"',
         "sweep_agent": "use wandb.agent(get_sweep_id(), function=objective), or the command `wandb agent` for trials "
         "that are distributed jobs",
     }

@@ -73,29 +73,27 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
 
     Args:
         function: The function or task, if the decorator is used without arguments.
-        tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
-            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
+        tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one of the entry point group
+            `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
         run_mode: Which ranks have a run. "auto": one run, on the primary rank, which is rank 0 unless `primary_rank`
             names another one. "new": a run for every rank. "shared": one run that all ranks log to; the primary rank
             ends it.
         rank_scope: Whether `run_mode` holds once for the job ("global") or once for each worker ("worker"), which is a
             node.
         primary_rank: The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative
-            numbers count from the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable
-            of `DistributedInfo` that returns the same int on every rank. No effect with "new" and outside a distributed
-            job.
-        id: The base of the run ids: the same on every rank, and another for each job, but for those that log to one run
-            with `roles` and `role`. By default the ranks agree on one.
+            numbers count from the end: -1 is the last one, which has the loss in pipeline parallelism. Or a callable of
+            `DistributedInfo` that returns the same int on every rank. No effect with "new".
+        id: The base of the run ids: the same on every rank, and another for each job, unless they share a run with
+            `roles`. By default the ranks agree on one.
         run_file: A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that
             finds it goes on in the run. A function that returns by itself has finished the training: the next job has a
             new run. After a stop by `should_stop()`, the next job goes on in this one. Only the first rank with a run
             needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
             `role=` and the same `id`. One that is not listed may join too. Only with W&B.
-        role: The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job
-            begin with `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end
-            the run. It waits up to `init_timeout_s` for the run, and never creates it. Only with W&B, and with
-            run_mode="auto".
+        role: The role under which this job joins the run of a job with `roles=`. The keys of this job begin with
+            `{role}/`, it counts its own steps, and its end does not end the run. It waits up to `init_timeout_s` for
+            the run, and never creates it. Only with W&B, and with run_mode="auto".
         project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the one that `run_mode` and `rank_scope` give.
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.
@@ -106,28 +104,25 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read on the ranks that
             open a run.
         if_unavailable: What happens if the service is away at the start: no network, no answer in time, HTTP 402 (a
-            full quota), 408, 425, 429 or 5xx. "degrade": the run is logged to local files, and one warning names them.
-            The next attempt that sees the files sends them, or `flyteplugins-tracking send` does. "raise": a
-            `TrackerUnavailableError`. A missing key, a refusal and a role that finds no run are errors in both cases.
+            full quota), 408, 425, 429 or 5xx. "degrade": the run is logged to local files, which the next attempt
+            sends, or `flyteplugins-tracking send`. "raise": a `TrackerUnavailableError`. A missing key, a refusal and a
+            role that finds no run are errors in both cases.
         init_timeout_s: Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may
             take 30 s more.
-        kill_after_s: How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of
-            torchrun, Slurm (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()`
-            and the run's end have 5 s less than that: 25 s by default. If it is below 10 s, they have half of it. At an
-            end without a SIGTERM there is no limit while the service takes data; when nothing has moved for 25 s, the
-            library gives up. In a shared run, the rank that ends it waits in the same way for the other ranks.
+        kill_after_s: How long your launcher waits between SIGTERM and SIGKILL, in seconds: 30 by default, as torchrun,
+            Slurm and Kubernetes. A loop that calls `should_stop()` and the run's end have 5 s less than that, or half
+            of it if it is below 10 s. An end without a SIGTERM lasts as long as the service takes data.
         hang_timeout_s: If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each
             rank is to the run and to the log of the rank with the run. Each rank writes its stacks to its own log.
             Nothing is ended. None for never.
-        pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the
-            next row of the primary rank also has `ranks/slowest`, the rank that the others wait for,
-            `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and, with the extra `pulse`,
-            `nodes/*`: CPU, memory, network, disks and GPUs. It uses no collective. None for never.
+        pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. The next row of
+            the primary rank has them: as `ranks/*` and, with the extra `pulse`, as `nodes/*`. It uses no collective.
+            None for never.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         step_metric: The column for the `step=` of `log`, where the service cannot take it as its own step: in a shared
-            run, whose ranks share one step counter, and after a job has gone back to its checkpoint.
+            run, and after a job has gone back to its checkpoint.
         download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the diagnosis, and return the exit status: 1 if it has an error. Wrong arguments exit with 2.
 
     Each rank examines its own process and machine. Rank 0 prints all; the others their problems, with their rank before
-    each line. With `--json` each rank prints one document, which docs/reference/commands.md describes.
+    each line. With `--json` each rank prints one document, whose keys docs/reference/commands.md names.
     """
     parser = argparse.ArgumentParser("flyteplugins-tracking doctor", description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -1,7 +1,7 @@
 """The public names of flyteplugins-wandb and flytekitplugins-wandb, implemented with this library.
 
 Users of these plugins change the import line: `from flyteplugins_tracking.compat.wandb import wandb_init`. Differences
-in behaviour are in docs/guides/migrate.md.
+in behaviour are in docs/guides/move.md.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig, own_values
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 Feature = Literal["shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "download_logs"]
-"""The features that a service may lack: docs/trackers.md describes them."""
+"""The features that a service may lack: docs/reference/trackers.md describes them."""
 
 
 class Sigterm(Protocol):

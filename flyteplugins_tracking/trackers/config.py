@@ -89,16 +89,17 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class TrackingConfig(Record):
-    """The arguments of one `tracking_init`, each written down here and nowhere else.
+    """The arguments of one `tracking_init`, checked, and `options`: those that only this tracker has.
 
-    `make includes` writes the signature and the docstring of `tracking_init`, and docs/reference/arguments.md, from the
-    fields, their defaults and their descriptions. The type of a field says how its value is checked: see `_CHECKS`.
+    Each is written down here and nowhere else. `make includes` writes the signature and the docstring of
+    `tracking_init`, and docs/reference/api.md, from the fields, their defaults and their descriptions. The type of a
+    field says how its value is checked: see `_CHECKS`.
     """
 
     _hidden = ("secret", "options", "given")
 
     tracker: Any = "wandb"
-    """The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry point group
+    """The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one of the entry point group
     `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`."""
 
     run_mode: RunMode = "auto"
@@ -111,12 +112,12 @@ class TrackingConfig(Record):
     # In the config that a tracker gets, it is the primary's number in its scope, from 0.
     primary_rank: PrimaryRank = 0
     """The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative numbers count from
-    the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that
-    returns the same int on every rank. No effect with "new" and outside a distributed job."""
+    the end: -1 is the last one, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that
+    returns the same int on every rank. No effect with "new"."""
 
     id: str | None = None
-    """The base of the run ids: the same on every rank, and another for each job, but for those that log to one run with
-    `roles` and `role`. By default the ranks agree on one."""
+    """The base of the run ids: the same on every rank, and another for each job, unless they share a run with `roles`.
+    By default the ranks agree on one."""
 
     run_file: str | None = None
     """A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that finds it goes
@@ -129,9 +130,9 @@ class TrackingConfig(Record):
     `role=` and the same `id`. One that is not listed may join too. Only with W&B."""
 
     role: str | None = None
-    """The role under which this job joins the run of a job with `roles=`. In that run, the keys of this job begin with
-    `{role}/`, it counts its own steps, and its config is below the role's name. Its end does not end the run. It waits
-    up to `init_timeout_s` for the run, and never creates it. Only with W&B, and with run_mode="auto"."""
+    """The role under which this job joins the run of a job with `roles=`. The keys of this job begin with `{role}/`, it
+    counts its own steps, and its end does not end the run. It waits up to `init_timeout_s` for the run, and never
+    creates it. Only with W&B, and with run_mode="auto"."""
 
     project: str | None = None
     """The runs' project; None for the tracker's default."""
@@ -158,19 +159,17 @@ class TrackingConfig(Record):
 
     if_unavailable: IfUnavailable = "degrade"
     """What happens if the service is away at the start: no network, no answer in time, HTTP 402 (a full quota), 408,
-    425, 429 or 5xx. "degrade": the run is logged to local files, and one warning names them. The next attempt that sees
-    the files sends them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`. A missing key, a
-    refusal and a role that finds no run are errors in both cases."""
+    425, 429 or 5xx. "degrade": the run is logged to local files, which the next attempt sends, or
+    `flyteplugins-tracking send`. "raise": a `TrackerUnavailableError`. A missing key, a refusal and a role that finds
+    no run are errors in both cases."""
 
     init_timeout_s: float = 30.0
     """Seconds that opening the run may take. Before that, the ranks agree on the run's id, which may take 30 s more."""
 
     kill_after_s: float = 30.0
-    """How long your launcher waits between SIGTERM and SIGKILL, in seconds. 30 is the default of torchrun, Slurm
-    (KillWait) and Kubernetes (terminationGracePeriodSeconds). A loop that calls `should_stop()` and the run's end have
-    5 s less than that: 25 s by default. If it is below 10 s, they have half of it. At an end without a SIGTERM there is
-    no limit while the service takes data; when nothing has moved for 25 s, the library gives up. In a shared run, the
-    rank that ends it waits in the same way for the other ranks."""
+    """How long your launcher waits between SIGTERM and SIGKILL, in seconds: 30 by default, as torchrun, Slurm and
+    Kubernetes. A loop that calls `should_stop()` and the run's end have 5 s less than that, or half of it if it is
+    below 10 s. An end without a SIGTERM lasts as long as the service takes data."""
 
     hang_timeout_s: float | None = None
     """If neither a row nor a `heartbeat()` comes for this many seconds, the library writes where each rank is to the
@@ -178,10 +177,8 @@ class TrackingConfig(Record):
     never."""
 
     pulse_s: float | None = None
-    """Seconds between two measurements of which rank is slow and of how busy each node is. After each, the next row of
-    the primary rank also has `ranks/slowest`, the rank that the others wait for, `ranks/own_time/*`,
-    `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and, with the extra `pulse`, `nodes/*`: CPU, memory,
-    network, disks and GPUs. It uses no collective. None for never."""
+    """Seconds between two measurements of which rank is slow and of how busy each node is. The next row of the primary
+    rank has them: as `ranks/*` and, with the extra `pulse`, as `nodes/*`. It uses no collective. None for never."""
 
     stop_before_s: float | None = None
     """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job
@@ -191,8 +188,8 @@ class TrackingConfig(Record):
     """In a shared run, put `rank_{rank}/` before the keys that a rank logs."""
 
     step_metric: str = "global_step"
-    """The column for the `step=` of `log`, where the service cannot take it as its own step: in a shared run, whose
-    ranks share one step counter, and after a job has gone back to its checkpoint."""
+    """The column for the `step=` of `log`, where the service cannot take it as its own step: in a shared run, and after
+    a job has gone back to its checkpoint."""
 
     download_logs: bool = False
     """Make the run's local files an output of the Flyte task, if the task has no Elastic."""

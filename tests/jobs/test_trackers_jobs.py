@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import sqlite3
 import sys
@@ -260,9 +259,7 @@ def test_a_damaged_row_costs_that_row_and_nothing_else(
 
 @pytest.fixture
 def posted(tmp_path, bare_environment, monkeypatch) -> Iterator[tuple[Any, list[Any], list[int]]]:
-    """The tracker of the page, what its service has taken, and the status that it answers with."""
-    page = (jobs.PACKAGE.parent / "docs" / "own-tracker.md").read_text()
-    (code,) = re.findall(r"```python\n# http_tracker.py\n(.*?)```", page, re.DOTALL)
+    """The tracker of the example, what its service has taken, and the status that it answers with."""
     taken: list[Any] = []
     status = [200]
 
@@ -277,17 +274,17 @@ def posted(tmp_path, bare_environment, monkeypatch) -> Iterator[tuple[Any, list[
         def log_message(self, *_: Any) -> None:
             pass
 
-    module: dict[str, Any] = {}
-    exec(compile(code, "http_tracker.py", "exec"), module)
+    from http_tracker import HttpTracker
+
     monkeypatch.chdir(tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("ROWS_URL", f"http://127.0.0.1:{server.server_port}")
-        yield module["HttpTracker"](), taken, status
+        yield HttpTracker(), taken, status
         server.shutdown()
 
 
-def test_the_pages_tracker_for_a_service_posts_each_row_and_keeps_a_run_in_an_outage(posted, tmp_path, monkeypatch):
+def test_the_examples_tracker_for_a_service_posts_each_row_and_keeps_a_run_in_an_outage(posted, tmp_path, monkeypatch):
     tracker, taken, status = posted
 
     def train(run_id: str, then: int, **more: Any) -> None:

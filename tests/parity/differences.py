@@ -31,7 +31,7 @@ class Difference:
 EVERYWHERE = {
     "own_values": Difference(
         "config/tracking_init",
-        "a job of a launcher, a task of Flyte, a run with roles, or one that goes on by `run_file=`; Trackio: any run",
+        "a launcher's job, a Flyte task, a run with roles or with `run_file=`; Trackio: any run",
         "only what the program has set",
         "the config has `tracking_init`",
         "the topology, and which attempt it is; with Trackio also the run's status",
@@ -141,7 +141,7 @@ DIFFERENCES = {
 
 
 def table() -> str:
-    """The list as the docs have it."""
-    head = "| The program | Bare client | Under the decorator | Because |\n|---|---|---|---|"
-    rows = [f"| {one.what} | {one.bare} | {one.ours} | {one.why} |" for one in (EVERYWHERE | DIFFERENCES).values()]
+    """The list as the docs have it, without the reasons."""
+    head = "| The program | Bare client | Under the decorator |\n|---|---|---|"
+    rows = [f"| {one.what} | {one.bare} | {one.ours} |" for one in (EVERYWHERE | DIFFERENCES).values()]
     return "\n".join([head, *rows])

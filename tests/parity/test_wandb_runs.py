@@ -15,7 +15,7 @@ from parity.compare import Kinds, check, wandb_sides
 from parity.differences import DIFFERENCES, table
 from parity.table import TABLES, table_of
 
-GUARANTEES = Path(__file__).parents[2] / "docs" / "about" / "guarantees.md"
+GUARANTEES = Path(__file__).parents[2] / "docs" / "about" / "matrix.md"
 
 
 @pytest.fixture(scope="module")

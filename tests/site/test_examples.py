@@ -448,3 +448,15 @@ def test_the_files_for_a_login_node_start_a_watcher(tmp_path):
         done = jobs.run(["sh", "-c", command.replace("flyteplugins-tracking", program)], tmp_path)
         assert done.returncode == 0, line
         assert f"{tmp_path} has no rows, and nothing to send" in done.output, line
+
+
+def test_the_clean_up_removes_old_runs_that_were_sent(tmp_path, server):
+    env = {**server.environment, **PATH}
+    for _ in range(2):
+        assert jobs.run([sys.executable, TRAIN], tmp_path, {**env, "WANDB_MODE": "offline"}).returncode == 0
+    old, new = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    (file,) = old.glob("run-*.wandb")
+    os.utime(file, (time.time() - 2 * 86400,) * 2)
+    done = jobs.run(["sh", EXAMPLES / "clean.sh"], tmp_path, env)
+    assert (done.returncode, old.exists(), new.exists()) == (0, False, True), done.output
+    assert [len(server.run(path.name.rpartition("-")[2]).rows) for path in (old, new)] == [10, 10]
