@@ -280,12 +280,7 @@ def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_
 
 @pytest.mark.full
 def test_a_mute_or_refusing_server_raises_in_time_and_without_the_key(tmp_path):
-    with (
-        WandbServer() as denying,
-        WandbServer() as mute,
-        denying.failing(Fault.status(401)),
-        mute.failing(Fault.mute()),
-    ):
+    with WandbServer() as denies, WandbServer() as mute, denies.failing(Fault.status(401)), mute.failing(Fault.mute()):
         wrong_key, silent = denies.url, mute.url
         nobody = f"http://127.0.0.1:{jobs.free_port()}"
         done = jobs.python(tmp_path, SCRIPT, "unavailable", wrong_key, silent, nobody, "nonsense://x")
