@@ -127,7 +127,7 @@ $(INSTALLED): $(TORCH)
 	@$(COMPILE) & $(INSTALL) -e . --group dev -c constraints.txt; installed=$$?; wait; exit $$installed
 	@$(INSTALL) --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
 	@$(COMPILE)
-	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 	@touch $(FOR_DEMO) $(FOR_DOCS) $@
 
 $(ENGINES)/.installed: pyproject.toml constraints.txt

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import math
 import re
-import socket
 import sys
 import threading
 import time
@@ -25,9 +23,11 @@ from support.kills import (
     moments,
     send_in_spite_of_kills,
 )
+from support.loopback import Fault
 from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
 from support.vendors import skip_where_lost
 from support.waiting import wait_for_file, wait_until
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._commands.send import main as send
@@ -280,7 +280,8 @@ def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_
 
 @pytest.mark.full
 def test_a_mute_or_refusing_server_raises_in_time_and_without_the_key(tmp_path):
-    with denying() as wrong_key, mute() as silent:
+    with WandbServer() as denies, WandbServer() as mute, denies.failing(Fault.status(401)), mute.failing(Fault.mute()):
+        wrong_key, silent = denies.url, mute.url
         nobody = f"http://127.0.0.1:{jobs.free_port()}"
         done = jobs.python(tmp_path, SCRIPT, "unavailable", wrong_key, silent, nobody, "nonsense://x")
     assert done.returncode == 0, done.output
@@ -293,25 +294,6 @@ def test_a_mute_or_refusing_server_raises_in_time_and_without_the_key(tmp_path):
     assert "secret=" in said[wrong_key][1]
     assert "does not answer" in said[silent][1]
     assert "the-password" not in done.output + json.dumps(noted)
-
-
-@contextlib.contextmanager
-def denying() -> Iterator[str]:
-    class Denying(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(401)
-            self.end_headers()
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denying) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}"
-        listening.shutdown()
-
-
-@contextlib.contextmanager
-def mute() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 @pytest.mark.full
