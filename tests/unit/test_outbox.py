@@ -253,7 +253,8 @@ def test_the_end_of_a_run_goes_on_as_long_as_rows_are_taken(service, monkeypatch
     clock = Clock()
     monkeypatch.setattr(outboxes, "_MOST_AT_ONCE", 1)
     monkeypatch.setattr(ending, "time", clock)
-    service.rejects = lambda _: clock.sleep(500)  # of the 595 s in which something must move
+    # 500 of the 595 s in which something must move; and a moment in which the end could be given up.
+    service.rejects = lambda _: clock.sleep(500) or time.sleep(0.1)
     service.is_away.set()
 
     def numbers() -> Iterator[int]:
