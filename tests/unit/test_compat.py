@@ -97,27 +97,19 @@ def test_the_context_has_the_attributes_of_what_is_propagated():
     }
 
 
-def test_distributed_info_is_a_dict_or_none(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert compat.get_distributed_info() is None
-    torchrun = {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1}
-    torchrun["GROUP_WORLD_SIZE"] = 2
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, str(value))
-    assert json.loads(json.dumps(compat.get_distributed_info())) == {
-        "rank": 3,
-        "local_rank": 1,
-        "world_size": 4,
-        "local_world_size": 2,
-        "worker_index": 1,
-        "num_workers": 2,
+def test_distributed_info_is_a_dict_or_none(bare_environment):
+    def of_ranks(**torchrun: int) -> dict[str, int] | None:
+        for name, value in torchrun.items():
+            bare_environment.setenv(name, str(value))
+        return compat.get_distributed_info()
+
+    assert of_ranks() is None
+    found = of_ranks(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, GROUP_RANK=1, GROUP_WORLD_SIZE=2)
+    assert json.loads(json.dumps(found)) == {
+        **{"rank": 3, "local_rank": 1, "world_size": 4},
+        **{"local_world_size": 2, "worker_index": 1, "num_workers": 2},
     }
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
-    alone["GROUP_WORLD_SIZE"] = 1
-    for name, value in alone.items():
-        monkeypatch.setenv(name, str(value))
-    assert compat.get_distributed_info() is None
+    assert of_ranks(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, GROUP_RANK=0, GROUP_WORLD_SIZE=1) is None
 
 
 def link(of, context=None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from flyteplugins_tracking._rank.plan import RunPlan, plan
 from flyteplugins_tracking.testing import simulate
 from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
-from flyteplugins_tracking.trackers.rows import RowBuffer, RowPath
+from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer, RowPath
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb.send import in_order, label_in
 
@@ -150,6 +151,26 @@ def test_a_row_of_a_role_that_has_the_column_step_gives_its_step_with_it():
     buffer.log(rows.append, {"x": 0}, step=np.int64(300))
     buffer.log(rows.append, {"x": 0})
     assert [row["eval/step"] for row in rows] == [100, 200, "at the end", 300, 301]
+
+
+def test_values_of_two_threads_that_wait_for_a_row_are_both_in_it(monkeypatch):
+    rows = []
+    buffer = RowBuffer("global_step", "", lambda: None)
+    other = threading.Thread(target=buffer.log, args=(rows.append, {"other": 2}), kwargs={"commit": False})
+    take = NextRow.take
+
+    def take_while_another_thread_logs(waiting):
+        taken = take(waiting)
+        if other.ident is None:
+            other.start()
+            other.join(0.1)
+        return taken
+
+    monkeypatch.setattr(NextRow, "take", take_while_another_thread_logs)
+    buffer.log(rows.append, {"own": 1}, commit=False)
+    other.join()
+    buffer.commit(rows.append)
+    assert rows == [{"own": 1, "other": 2}]
 
 
 def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():
