@@ -127,14 +127,14 @@ ROWS = (
 _AIMS = {
     "15 ms of CPU, 1 MiB; no process, thread, file or vendor": "15 ms, 1 MiB; none of these",
     "20x less CPU": "at least 20 times the first line",
-    "1.03x": "at most 3 % slower",
+    "1.03x": "at most 3% slower",
     "1.0x": "no slower",
-    "at most 1.02x and 1.1x": "the step at most 2 % slower",
-    "at most 1.03x": "at most 3 % slower",
+    "at most 1.02x and 1.1x": "the step at most 2% slower",
+    "at most 1.03x": "at most 3% slower",
     "at most 2 s, no row lost": "2 s, no row lost",
     "1000 ms": "1 s",
     "200 ns": "200 ns",
-    "at most 0.5% slower": "0.5 %",
+    "at most 0.5% slower": "0.5%",
 }
 
 

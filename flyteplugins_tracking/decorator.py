@@ -87,7 +87,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             `roles`. By default the ranks agree on one.
         run_file: A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that
             finds it goes on in the run. A function that returns by itself has finished the training: the next job has a
-            new run. After a stop by `should_stop()`, the next job goes on in this one. Only the first rank with a run
+            new run. After a stop by `should_stop()`, the next job goes on in this one. Only the first primary rank
             needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
             `role=` and the same `id`. One that is not listed may join too. Only with W&B.

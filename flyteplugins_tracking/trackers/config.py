@@ -122,7 +122,7 @@ class TrackingConfig(Record):
     run_file: str | None = None
     """A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that finds it goes
     on in the run. A function that returns by itself has finished the training: the next job has a new run. After a stop
-    by `should_stop()`, the next job goes on in this one. Only the first rank with a run needs to see the file. Not
+    by `should_stop()`, the next job goes on in this one. Only the first primary rank needs to see the file. Not
     together with `id` and `role`."""
 
     roles: Sequence[str] | None = None

@@ -176,7 +176,7 @@ def test_a_block_fits_80_columns():
     assert [(block.page, line) for block in blocks for line in block.code.splitlines() if len(line) > 80] == []
 
 
-# The table of all faults, to look something up.
+# Tables to look something up, most of them made from the code.
 NOT_READ = {"docs/about/matrix"}
 
 
