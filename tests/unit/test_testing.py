@@ -511,7 +511,11 @@ def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
 @pytest.mark.parametrize(
     ("tracker", "name", "given"),
     [
-        ("wandb", "init", {"config": Namespace(lr=0.1, seed=3), "name": "inner", "notes": "by the script", "tags": "a"}),
+        (
+            "wandb",
+            "init",
+            {"config": Namespace(lr=0.1, seed=3), "name": "inner", "notes": "by the script", "tags": "a"},
+        ),
         pytest.param("mlflow", "start_run", {"run_name": "inner", "description": "d", "tags": {"t": 1}}, marks=FULL),
     ],
 )
