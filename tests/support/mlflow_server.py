@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 import urllib.request
@@ -51,15 +52,6 @@ class StoredRun:
         return [value for name, value, *_ in sorted(self.rows, key=lambda row: row[2]) if name == key]
 
 
-# `python -m mlflow`, whose output nobody reads, as a job: its interpreters are forked with MLflow imported.
-_SERVER = """
-import os, runpy
-log = os.open("server.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-os.dup2(log, 1), os.dup2(log, 2)
-runpy.run_module("mlflow", run_name="__main__", alter_sys=True)
-"""
-
-
 class MlflowServer:
     """`mlflow server`, in a process group of its own."""
 
@@ -74,10 +66,18 @@ class MlflowServer:
         return self
 
     def _start(self) -> None:
-        where = ["--host=127.0.0.1", f"--port={self.port}", f"--backend-store-uri=sqlite:///{self._database}"]
-        command = [sys.executable, "-c", _SERVER, "server", *where, "--artifacts-destination=artifacts", "--workers=1"]
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        stores = [f"--backend-store-uri=sqlite:///{self._database}", "--artifacts-destination", "artifacts"]
         env = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        self._process = jobs.start(command, self._directory, env)
+        self._log = (self._directory / "server.log").open("w")
+        self._process = subprocess.Popen(
+            [*command, *stores, "--workers", "1"],
+            cwd=self._directory,
+            env=jobs.environment(self._directory, **env),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             self._await_health(time.monotonic() + 120)
         except BaseException:
@@ -88,6 +88,7 @@ class MlflowServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=30)
+        self._log.close()
 
     def _await_health(self, until: float) -> None:
         while True:
