@@ -12,7 +12,7 @@ from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock, holder_of
 from flyteplugins_tracking._util.text import listed
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
-from flyteplugins_tracking.trackers.wandb import send as wandb_files
+from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 
 # The file that says of an empty directory that its run was sent.
 SENT = "flyteplugins-tracking-sent"

@@ -23,9 +23,9 @@ from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
 from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.rows import RowBuffer, RowPath
-from flyteplugins_tracking.trackers.wandb import outbox
-from flyteplugins_tracking.trackers.wandb.roles import NumberedRows
-from flyteplugins_tracking.trackers.wandb.send import in_order, label_in
+from flyteplugins_tracking.trackers.wandb import attempts, outbox
+from flyteplugins_tracking.trackers.wandb.attempts import in_order, label_in
+from flyteplugins_tracking.trackers.wandb.sender import Sender
 
 
 class OneWriter(Tracker):
@@ -166,7 +166,7 @@ def test_a_row_of_a_role_that_has_the_column_step_gives_its_step_with_it():
 
 def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():
     pytest.importorskip("wandb")
-    taken = Counter(number for _ in range(20) for number in itertools.islice(outbox.row_numbers({}), 3))
+    taken = Counter(number for _ in range(20) for number in itertools.islice(outbox.row_numbers(), 3))
     assert max(taken.values()) == 1
     assert all(int(float(number)) == number and number < 2**53 for number in taken)
 
@@ -197,43 +197,40 @@ def test_a_directory_whose_name_was_taken_is_of_no_role(tmp_path, run_id):
 
 
 class Disk:
-    """Attempts of a role that were killed, each with journals; and the numbers of the rows that W&B has, in order.
+    """Attempts of a role that were killed, each with a journal; and the numbers of the rows that W&B has, in order.
 
     A process has numbers of one thousand.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.arrived, self.logged, self._writers = directory, [], [], set()
-        self.place = outbox.Place("https://s", "e", "p", "r")
+        self.directory, self.arrived, self.logged = directory, [], []
+        self.place = attempts.Place("https://s", "e", "p", "r")
 
-    def attempt(self, *journals: Sequence[int]) -> None:
-        """Leave an attempt with these numbers of rows in its journals. A row has its number as its step."""
-        folder = self.directory / f"run-2026010{len(list(self.directory.iterdir()))}_000000-r"
+    def attempt(self, numbers: Sequence[int]) -> None:
+        """Leave an attempt with these numbers of rows. A row has its number as its step."""
+        folder = self.directory / f"run-202601{len(list(self.directory.iterdir())):02}_000000-r"
         folder.mkdir()
-        for name, numbers in enumerate(journals):
-            header = {"place": self.place, "step": None, "column": "roles/a/row", "since": 0}
-            writers = {number // 1000 for number in numbers}.difference(self._writers)
-            self._writers |= writers
-            header[outbox.WRITER] = max(writers, default=-1)
-            journal = Journal(folder, f"rows-{name}", header)
-            for number in numbers:
-                row = {"roles/a/row": _sent(number), "_timestamp": 1.0}
-                journal.add(outbox.record_of(json.dumps(row).encode()))
-                self.logged.append(number)
-            journal.close()
+        header = {"place": self.place, "step": None, "column": "roles/a/row", "since": 0}
+        journal = Journal(folder, "rows-0", header)
+        for number in numbers:
+            row = {"roles/a/row": _sent(number), "_timestamp": 1.0}
+            journal.add(attempts.record_of(json.dumps(row).encode()))
+            self.logged.append(number)
+        journal.close()
 
     def lacking(self, page: int = 4) -> list[int]:
         """The numbers that are to be sent. `asked` is how many parts of those that have arrived were read."""
-        found, self.asked = NumberedRows(outbox.Left(self.place, self.directory, lambda _: True), "roles/a/row"), 0
+        self.asked = 0
 
-        def parts() -> Iterator[list[int]]:
+        def parts(*_: object) -> Iterator[list[int]]:
             for end in range(len(self.arrived), 0, -page):
                 self.asked += 1
                 yield [_sent(number) for number in self.arrived[max(0, end - page) : end]]
 
-        found.look(parts())
-        sent = [row.values["roles/a/row"] for row in found.lacking()]
-        return [1000 * outbox.writer_of(number) + number % 2**outbox._COUNT_BITS for number in sent]
+        found = SimpleNamespace(rows=len(self.arrived), last_step=len(self.arrived) - 1, values_backwards=parts)
+        sender = Sender(None, self.place, found, is_shared=True)
+        sent = [row.values["roles/a/row"] for row in sender.lacking(sorted(self.directory.iterdir()))]
+        return [1000 * (number >> outbox._COUNT_BITS) + number % 2**outbox._COUNT_BITS for number in sent]
 
 
 def _sent(number: int) -> int:
@@ -266,11 +263,11 @@ def test_other_writers_rows_in_between_are_read_past(tmp_path):
 
 
 def test_rows_of_an_attempt_that_was_killed_while_it_sent_those_of_another_one_are_sent_once(tmp_path):
-    """The second has sent two of the first one's five rows beside its own. W&B has them, but for the last one."""
+    """The second has sent three of the first one's five rows. W&B has them, but for the last one."""
     disk = Disk(tmp_path)
     disk.attempt(range(10))
-    disk.attempt([5, 1000, 6, 1001, 7])
-    disk.arrived = [0, 1, 2, 3, 4, 5, 1000, 6, 1001]
+    disk.attempt([5, 6, 7])
+    disk.arrived = [0, 1, 2, 3, 4, 5, 6]
     assert disk.lacking() == [7, 8, 9]
 
 
@@ -284,9 +281,10 @@ def test_no_row_is_lost_or_sent_twice_after_any_kills(tmp_path):
             again = disk.lacking(random.randint(1, 9)) if disk.logged else []
             again = again[: random.randint(0, len(again))]
             own = [2000 * attempt + number for number in range(random.randint(1, 20))]
-            first = [*again, *own] if random.random() < 0.5 else mixed(random, again, own)
+            first = [*again, *own]  # what earlier attempts have left comes before the function's first row
             second = [2000 * attempt + 1000 + number for number in range(random.randint(1, 20))]
-            disk.attempt(first, second)
+            disk.attempt(first)
+            disk.attempt(second)
             sent = first[: random.randint(0, len(first))], second[: random.randint(0, len(second))]
             disk.arrived += mixed(random, *sent)
         disk.arrived += disk.lacking(random.randint(1, 9))

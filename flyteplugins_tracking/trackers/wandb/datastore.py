@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,36 @@ def rows(directory: Path) -> Iterator[Row]:
             return
 
 
+def last_rows(directory: Path) -> list[Row]:
+    """Return the rows near the end of a directory's file: none only if it has none."""
+    file = file_in(directory)
+    block, back = (0 if file is None else _last_block(file)), 1
+    while file is not None:
+        parsed = map(vendor.parse_record, records(file, block))
+        found = [row_of(record) for kind, record in parsed if kind == "history"]
+        if found or not block:
+            return found
+        block, back = max(0, block - back), 2 * back
+    return []
+
+
+def _last_block(file: Path) -> int:
+    """Return the last block but one."""
+    return max(0, file.stat().st_size // _BLOCK - 1)
+
+
+def position_before(file: Path, step: int) -> int:
+    """Return a place in a file from which on its rows are read that have this step, or a higher one; and one before."""
+    block, back = _last_block(file), 1
+    while step > 0 and block > 0:
+        parsed = map(vendor.parse_record, records(file, block))
+        first = next((record for kind, record in parsed if kind == "history"), None)
+        if first is not None and row_of(first).step < step:
+            return block * _BLOCK
+        block, back = block - back, 2 * back
+    return 0
+
+
 def saved_files(directory: Path) -> list[str]:
     """Return the names of the files that were saved for the run, also of those of rows. They are below "files"."""
     file = file_in(directory)
@@ -76,8 +107,7 @@ def artifacts(directory: Path) -> Iterator[bytes]:
 def exit_code(directory: Path) -> int | None:
     """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
     file = file_in(directory)
-    blocks = file.stat().st_size // _BLOCK if file is not None else 0
-    parsed = map(vendor.parse_record, records(file, max(0, blocks - 1))) if file is not None else ()
+    parsed = map(vendor.parse_record, records(file, _last_block(file))) if file is not None else ()
     return next((int(record.exit_code) for kind, record in parsed if kind == "exit"), None)
 
 
@@ -157,10 +187,11 @@ def _fragments(path: Path, position: int, is_written: bool) -> Iterator[tuple[in
         file.seek(position)
         while data := file.read(_BLOCK - position % _BLOCK):
             start, left = 0, _BLOCK - position % _BLOCK - len(data)
+            is_end = os.fstat(file.fileno()).st_size <= position + len(data)  # a block before it is written completely
             while start + _FRAGMENT.size <= len(data):  # behind that, there is padding
                 kind, fragment = _fragment_at(data, start)
                 end = start + _FRAGMENT.size + len(fragment)
-                if not kind and is_written:
+                if not kind and is_written and is_end:
                     return
                 if not kind:
                     # Its length may be damaged too: then the next block is the next place where a fragment begins.

@@ -53,6 +53,12 @@ _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
+# Settings of a client that tries again for ever. wandb's 60 s between tries are longer than the wait for an end, and
+# it gives up after 20 of them: the rows would not be sent after an outage.
+PATIENT = {
+    **{f"x_{what}_retry_wait_max_seconds": 8 for what in ("file_stream", "graphql", "file_transfer")},
+    **{f"x_{what}_retry_max": 10_000 for what in ("graphql", "file_transfer")},
+}
 # The methods that end the run.
 ENDINGS = ("finish", "__exit__")
 # The functions of the module `wandb` that are methods of `wandb.run`.
