@@ -164,6 +164,32 @@ def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by
         assert len([name for name in run.files if name.startswith("media/html")]) == 3
 
 
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+def test_a_file_that_is_saved_again_under_its_name_is_sent(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "resaved", "return", 0)
+        with server.failing(Fault.mute(only="upload")):
+            log(tmp_path, server, "resaved", "kill", 1, {"WANDB_MODE": mode})
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 0"
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 2)
+        if (mode, by) != ("online", "next"):
+            send(tmp_path, server)
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
+@pytest.mark.full
+def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "resaved", "kill", 0, {"WANDB_MODE": "offline"})
+        time.sleep(2)  # the service tells the second of an upload
+        log(tmp_path, server, "resaved", "return", 1)
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == expected(0, 1)
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["close", "next", "send"])
 def test_an_artifact_that_kills_wandb_core_each_time_costs_no_row_and_is_named(tmp_path, by):

@@ -88,6 +88,16 @@ def log_saved() -> None:
     get_run().save(f"saved-{NUMBER}.txt", policy="now")
 
 
+def log_resaved() -> None:
+    """A file that each attempt saves under one name. It lies in the run's directory: each attempt has its own."""
+    run = get_run()
+    log_rows()
+    path = Path(run.dir, "checkpoint.txt")
+    path.write_text(f"of attempt {NUMBER}")
+    run.save(str(path), base_path=run.dir, policy="now")
+    time.sleep(1)
+
+
 def log_artifact() -> None:
     log_rows()
     Path("weights.txt").write_text("weights" * 1000)

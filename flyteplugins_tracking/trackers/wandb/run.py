@@ -449,8 +449,10 @@ class WandbHandle(Handle):
                 vendor.update_summary(run, said["summary"])
             if said["files"]:
                 found = vendor.stored_run(Place.of(run), _ASK_S)
-                for name in list(said["files"]) if found is None else found.lacks(list(said["files"])):
-                    path = Path(said["files"][name])
+                paths = {name: Path(path) for name, path in said["files"].items()}
+                here = {name: path if path.is_file() else None for name, path in paths.items()}
+                for name in paths if found is None else found.lacks(here):
+                    path = paths[name]
                     folder = str(path.parents[len(Path(name).parts) - 1])
                     kind.save(run, glob.escape(str(path)), base_path=folder, policy="now")
         except Exception:

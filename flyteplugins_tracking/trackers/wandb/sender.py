@@ -271,7 +271,7 @@ class Sender:
     def _end(self, left: Sequence[Attempt], files: Files, close: Close | None, *, has_files: bool) -> int | None:
         run = self._run
         vendor.forward_summary(run, self._summary.values())
-        files.ask(vendor.stored_run(self.place))
+        files.ask(vendor.stored_run(self.place), has_later=self._later is not None)
         files.send(run, has_files)
         exit_code = self._exit_code(left)
         if self._later is not None:
@@ -572,7 +572,7 @@ class LaterEnd(NamedTuple):
             last_at = max(found.values("_timestamp", column), default=None) if found.state in STATES else None
         values = json.loads(own_text(path, _LONGEST_LATER) or "null")
         kept = None if values is None else cls(path, **values)
-        if last_at is None or last_at <= max(one.last_at for one in left) or any(one.is_open() for one in left):
+        if last_at is None or not _is_later(last_at, left) or any(one.is_open() for one in left):
             return kept
         if kept is not None and kept.last_at == last_at:
             return kept
@@ -607,16 +607,18 @@ class Files:
     @property
     def can_be_sent(self) -> bool:
         """Whether this disk has one of them."""
-        is_here = (own_file_in(files, name) is not None for name, files in self._saved.items())
-        return any(one.is_whole for one in self.artifacts) or any(is_here)
+        return any(one.is_whole for one in self.artifacts) or any(self._paths().values())
 
     def __bool__(self) -> bool:
         return bool(self.artifacts or self._saved)
 
-    def ask(self, found: vendor.Stored | None) -> None:
-        """Leave out the files that W&B has."""
-        names = list(self._saved) if found is None else found.lacks(list(self._saved))
+    def ask(self, found: vendor.Stored | None, *, has_later: bool) -> None:
+        """Leave out the files that W&B has, or that a later attempt has saved again."""
+        names = list(self._saved) if found is None else found.lacks(self._paths(), has_later=has_later)
         self._saved = {name: self._saved[name] for name in names}
+
+    def _paths(self) -> dict[str, Path | None]:
+        return {name: own_file_in(files, name) for name, files in self._saved.items()}
 
     def leave_out_sent(self) -> None:
         """Leave out artifacts of attempts that were online whose copies the client has removed: W&B has these."""
@@ -660,12 +662,13 @@ class Files:
 
     def _not_taken(self) -> list[str]:
         """Return the files that were sent just now, and that W&B has not got."""
-        sent, until = [name for name in self._saved if name not in self._lacking], time.monotonic() + _CONFIRMED_S
-        while sent and ((found := vendor.stored_run(self._place)) is None or (sent := found.lacks(sent))):
+        sent = {name: path for name, path in self._paths().items() if name not in self._lacking}
+        names, until = list(sent), time.monotonic() + _CONFIRMED_S
+        while names and ((found := vendor.stored_run(self._place)) is None or (names := found.lacks(sent))):
             if time.monotonic() > until:
                 break
             time.sleep(_POLL_S)
-        return sent
+        return names
 
 
 def save_again(run: Any, kind: Any, files: Path, name: str) -> bool:
@@ -752,7 +755,7 @@ def _send_before(
             # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
             # a child's new row must not overtake these.
             vendor.flush(run, _READ_S)
-        files.ask(found)
+        files.ask(found, has_later=_is_later(None if found is None else found.last_at, left))
         files.leave_out_sent()
         files.send(run, waits=False)
     if sender.rows:
@@ -923,7 +926,7 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
     if found is None or not is_ended or any(attempts.is_unsent(one.directory) for one in left):
         return False
     directories, files = [one.directory for one in left], Files(place, left)
-    files.ask(found)
+    files.ask(found, has_later=_is_later(found.last_at, left))
     if files.can_be_sent or any(True for _ in Sender(None, place, found).lacking(directories)):
         return False
     files.send(None, is_tried=False)
@@ -985,6 +988,11 @@ def place_of(attempt: Attempt, described: Any) -> Place:
         return Place(*kept)
     of_run = described or Place(*kept)
     return Place(without_credentials(vendor.session().settings.base_url), of_run.entity, of_run.project, of_run.run_id)
+
+
+def _is_later(last_at: float | None, left: Sequence[Attempt]) -> bool:
+    """Whether others have logged the last row of a run, since these attempts have."""
+    return last_at is not None and last_at > max(one.last_at for one in left)
 
 
 def _role_of(left: Sequence[Attempt]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -20,7 +21,9 @@ import re
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import datetime
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -53,6 +56,8 @@ _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
+# How much of a file is read at once, in bytes.
+_PART = 1 << 20
 # Settings of a client that tries again for ever. wandb's 60 s between tries are longer than the wait for an end, and
 # it gives up after 20 of them: the rows would not be sent after an outage.
 PATIENT = {
@@ -803,11 +808,17 @@ class Stored(NamedTuple):
         rows = self.run.history(keys=[column, *beside], samples=_SAMPLES, pandas=False)
         return [row[column] for row in sorted(rows, key=lambda row: int(row["_step"]))]
 
-    def lacks(self, names: list[str]) -> list[str]:
-        """Return which of these files it has not got."""
+    def lacks(self, files: Mapping[str, Path | None], *, has_later: bool = False) -> list[str]:
+        """Return which of these files it has not got, or with other bytes.
+
+        Args:
+            files: Where each file is on this disk, by its name; None if it is not there any more.
+            has_later: Whether a later attempt has logged since: then its file stays if that is the newer one.
+        """
+        names = list(files)
         parts = [names[start : start + _SAMPLES] for start in range(0, len(names), _SAMPLES)]
-        found = {file.name for part in parts for file in self.run.files(part, per_page=_SAMPLES)}
-        return [name for name in names if name not in found]
+        found = {file.name: file for part in parts for file in self.run.files(part, per_page=_SAMPLES)}
+        return [name for name, path in files.items() if name not in found or _differs(found[name], path, has_later)]
 
     def values_backwards(self, column: str, since: int) -> Iterator[list[Any]]:
         """Yield the values of a column in the last rows of the run, then in those before them, back to a step.
@@ -822,6 +833,19 @@ class Stored(NamedTuple):
             )
             yield [row[column] for row in found]
             end, size = begin, 8 * size
+
+
+def _differs(stored: Any, path: Path | None, has_later: bool) -> bool:
+    """Whether a file at the service has other bytes than one here. A service may not say which bytes it has."""
+    if path is None or not stored.md5:
+        return False
+    if has_later and datetime.fromisoformat(f"{stored.updated_at[:19]}+00:00").timestamp() > path.stat().st_mtime:
+        return False
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            digest.update(part)
+    return bool(stored.md5 != b64encode(digest.digest()).decode())
 
 
 class Reader:
