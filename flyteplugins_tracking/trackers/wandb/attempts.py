@@ -118,7 +118,7 @@ class Attempt:
     def column(self) -> str | None:
         """The column with the numbers of its rows; None if they have steps."""
         known: str | None = self.header("column")
-        if known is None and (first := next(datastore.rows(self.directory), None)) is not None:
+        if known is None and (first := datastore.first_row(self.directory)) is not None:
             known = next((key for key in first.values if key.startswith("roles/") and key.endswith("/row")), None)
         return known
 

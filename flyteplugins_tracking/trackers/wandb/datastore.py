@@ -24,6 +24,7 @@ _warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _DAMAGED, _FULL, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3, 4
+_heads: dict[Path, tuple[Any, Row]] = {}
 
 
 class Row(NamedTuple):
@@ -117,17 +118,32 @@ def description(directory: Path) -> Any:
     Raises:
         TrackerUnavailableError: It is damaged, or another user's.
     """
-    file, kinds = file_in(directory), []
+    file = file_in(directory)
     if file is None and any(directory.glob("*.wandb")):
         text = f"{directory} was not sent: its .wandb file is not a file of this user"
         raise TrackerUnavailableError(text, is_outage=False)
-    for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
-        kinds.append(kind)
-        if kind == "run":
-            return record
-    if "history" in kinds:
+    described, first = (None, None) if file is None else _head(file)
+    if described is None and first is not None:
         raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
-    return None
+    return described
+
+
+def first_row(directory: Path) -> Row | None:
+    """Return the first row of a directory's file; None if there is none."""
+    file = file_in(directory)
+    return None if file is None else _head(file)[1]
+
+
+def _head(file: Path) -> tuple[Any, Row | None]:
+    """Return the record with which the run was opened, and the first row. What a file begins with stays as it is."""
+    described = first = None
+    for kind, record in map(vendor.parse_record, records(file)) if file not in _heads else ():
+        described = record if kind == "run" and described is None else described
+        first = row_of(record) if kind == "history" and first is None else first
+        if described is not None and first is not None:
+            _heads[file] = described, first
+            break
+    return _heads.get(file, (described, first))
 
 
 def started_at(directory: Path) -> float | None:
