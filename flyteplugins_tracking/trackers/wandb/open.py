@@ -24,18 +24,15 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
-from flyteplugins_tracking.trackers.wandb import (
+from flyteplugins_tracking.trackers.wandb import inner, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place, await_count, directories_of
+from flyteplugins_tracking.trackers.wandb.names import (
     HOST,
     api_of,
     check_characters,
     drop_empty_variables,
     forced_run_id,
-    inner,
-    outbox,
-    roles,
-    vendor,
 )
-from flyteplugins_tracking.trackers.wandb.attempts import Place, await_count, directories_of
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 from flyteplugins_tracking.trackers.wandb.sender import send_earlier
 from flyteplugins_tracking.trackers.wandb.shared import SharedHandle

@@ -41,8 +41,9 @@ from flyteplugins_tracking.trackers.client import status_of
 from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values, roles_error
 from flyteplugins_tracking.trackers.outbox import pauses
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
-from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import LATE_S, Place
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)

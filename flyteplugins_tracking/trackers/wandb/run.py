@@ -28,10 +28,11 @@ from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
-from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.late import LateRows
+from flyteplugins_tracking.trackers.wandb.names import HOST
 from flyteplugins_tracking.trackers.wandb.sender import close_again
 
 logger = logging.getLogger(__name__)
