@@ -32,20 +32,32 @@ def log(
     env: Mapping[str, str] | None = None,
     launcher: Sequence[str] = (sys.executable,),
     ranks: int = 1,
+    arrived: int = 0,
 ) -> str:
-    """Run an attempt. One that is killed is killed with its wandb-core, before anything but its start is sent."""
+    """Run an attempt. One that is killed is killed with its wandb-core, when so many of its rows have arrived.
+
+    By default, nothing but its start is sent.
+    """
     command = [*launcher, PROGRAM, what, end, str(number)]
     process = jobs.start(
         command, directory, {**server.environment, "TORCHELASTIC_RESTART_COUNT": str(number), **(env or {})}
     )
     if end == "kill":
         wait_until(lambda: len(list(directory.glob(f"logged-{number}-*"))) == ranks, process)
+        server.wait_for(lambda: not arrived or len(server.run("run").rows) >= arrived)
         kill_with_children(process.pid)
     return jobs.finish(process, directory).output
 
 
 def send(directory: Path, server: WandbServer, returncode: int = 0) -> str:
     done = jobs.run(SEND, directory, server.environment)
+    assert done.returncode == returncode, done.output
+    return done.output
+
+
+def watch_until_done(directory: Path, server: WandbServer, returncode: int = 0) -> str:
+    watching = [*SEND[:-1], "--watch", "--until-done", "--interval", "0.2", "--killed-after", "2", "wandb"]
+    done = jobs.run(watching, directory, server.environment)
     assert done.returncode == returncode, done.output
     return done.output
 
@@ -132,6 +144,55 @@ def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_
         assert numbers(server.run("run")) == sorted(wanted)
 
 
+@pytest.mark.parametrize("by", ["next", pytest.param("send", marks=pytest.mark.full)])
+def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_path, by):
+    """W&B's answers are seconds old: they do not have these rows yet."""
+    env = {"RUN_MODE": "shared", "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.2"}
+    with WandbServer(old=5.5) as server:
+        log(tmp_path, server, "rows", "kill", 0, env, TORCHRUN, 2, arrived=20)
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1, env, TORCHRUN, 2)
+        else:
+            send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0, *([1] if by == "next" else [])) * 2)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["send", "next", "watch"])
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "forked", "kill", 0, {"RUN_MODE": "shared", "WANDB_MODE": mode}, TORCHRUN, 2)
+        wanted = [*expected(0) * 2, *(row + 500 for row in expected(0))]
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1, {"RUN_MODE": "shared"}, TORCHRUN, 2)
+            wanted += expected(1) * 2
+        if by == "watch":
+            watch_until_done(tmp_path, server)
+        for _ in range(2):
+            output = send(tmp_path, server)
+            assert numbers(server.run("run")) == sorted(wanted), output
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["send", "next", "watch"])
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_rows_of_one_time_are_all_sent(tmp_path, mode, by):
+    """Behind those of an attempt on another disk, so that steps do not tell which rows have arrived."""
+    with WandbServer() as server:
+        log(tmp_path, server, "simultaneous", "kill", 0, {"WANDB_MODE": mode})
+        if by != "next":
+            (tmp_path / "other").mkdir()
+            log(tmp_path / "other", server, "rows", "return", 1)
+        else:
+            log(tmp_path, server, "rows", "return", 1)
+        if by == "watch":
+            watch_until_done(tmp_path, server)
+        for _ in range(2):
+            output = send(tmp_path, server)
+            assert numbers(server.run("run")) == expected(0, 1), output
+
+
 def test_a_second_send_does_not_end_a_run_again_for_a_file_that_is_gone(tmp_path):
     with WandbServer() as server:
         log(tmp_path, server, "saved", "raise", env={"WANDB_MODE": "offline"})
@@ -188,6 +249,145 @@ def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
         send(tmp_path, server)
         assert numbers(server.run("run")) == expected(0, 1)
         assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
+@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
+    launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "kill", 0, {"RUN_MODE": "shared"}, TORCHRUN, 2)
+        command, restarted = [*launcher, PROGRAM, "rows", "wait", "1"], {"TORCHELASTIC_RESTART_COUNT": "1"}
+        later = jobs.start(command, tmp_path, {**server.environment, **restarted, "RUN_MODE": mode})
+        wait_until(lambda: len(list(tmp_path.glob("logged-1-*"))) == ranks, later)
+        assert "a process is writing to run run" in send(tmp_path, server, returncode=1)
+        assert server.run("run").exit_codes == []
+        (tmp_path / "go").touch()
+        jobs.finish(later, tmp_path)
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0) * 2 + expected(1) * ranks)
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
+    launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "kill", 0, {"RUN_MODE": mode}, launcher, ranks)
+        both = [jobs.start(SEND, tmp_path, server.environment) for _ in range(2)]
+        outputs = [jobs.finish(one, tmp_path).output for one in both]
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0) * ranks), outputs
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("status", [403, 400])
+def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path, status):
+    with WandbServer() as server:
+        with server.failing(Fault.status(status, only="filestream")):
+            output = log(tmp_path, server, "dead", "return")
+        assert "was not sent completely" in output
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == [*expected(0), 10]
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["send", "watch"])
+def test_alerts_of_an_offline_run_are_sent(tmp_path, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "alert", "return", 0, {"WANDB_MODE": "offline"})
+        send(tmp_path, server) if by == "send" else watch_until_done(tmp_path, server)
+        assert server.run("run").alerts == [("title", "of attempt 0", "INFO")]
+
+
+@pytest.mark.parametrize("by", ["send", pytest.param("watch", marks=pytest.mark.full)])
+def test_a_run_that_was_deleted_is_named_and_keeps_no_other_from_being_sent(tmp_path, by):
+    """W&B answers 409, which its client repeats."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "return", 0, {"WANDB_MODE": "offline"})
+        log(tmp_path, server, "rows", "return", 1, {"WANDB_MODE": "offline", "RUN": "other"})
+        answers = server.graphql
+
+        def refuse(posted: dict[str, Any]) -> tuple[int, Any]:
+            is_opened = posted.get("operationName") == "UpsertBucket" and posted["variables"]["name"] == "run"
+            text = "run run was previously created and deleted; try a new run name"
+            return (409, {"errors": [{"message": text}]}) if is_opened else answers(posted)
+
+        server.graphql = refuse
+        short = {"WANDB_INIT_TIMEOUT": "5"}
+        watching = [*SEND[:-1], "--watch", "--until-done", "--interval", "0.2", "--killed-after", "2", "wandb"]
+        done = jobs.run(SEND if by == "send" else watching, tmp_path, {**server.environment, **short})
+        assert done.returncode == 1
+        assert "was previously created and deleted" in done.output
+        assert "another one" in done.output
+        (run,) = server.runs
+        assert (run.id, numbers(run), run.state) == ("other", expected(1), "finished")
+
+
+@pytest.mark.full
+def test_a_watched_run_that_an_outage_keeps_from_being_opened_is_sent_after_it(tmp_path):
+    """wandb-core has its id open since the opening has failed."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "return", 0, {"WANDB_MODE": "offline"})
+        answers, asked = server.graphql, list[float]()
+
+        def fail(posted: dict[str, Any]) -> tuple[int, Any]:
+            is_opened = posted.get("operationName") == "UpsertBucket"
+            asked.extend([time.monotonic()] if is_opened else [])
+            is_away = is_opened and time.monotonic() < asked[0] + 8
+            return (503, {"errors": [{"message": "away"}]}) if is_away else answers(posted)
+
+        server.graphql = fail
+        watching = [*SEND[:-1], "--watch", "--until-done", "--interval", "1", "--killed-after", "2", "wandb"]
+        done = jobs.run(watching, tmp_path, {**server.environment, "WANDB_INIT_TIMEOUT": "5"})
+        assert done.returncode == 0, done.output
+        assert "could not be opened before" in done.output
+        assert numbers(server.run("run")) == expected(0)
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.full
+def test_a_watched_run_is_preempted_by_its_last_attempt_alone(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "preempting", "kill", 0, {"WANDB_MODE": "offline"})
+        log(tmp_path, server, "rows", "raise", 1, {"WANDB_MODE": "offline"})
+        watch_until_done(tmp_path, server)
+        assert numbers(server.run("run")) == expected(0, 1)
+        assert server.run("run").state == "failed"
+
+
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+def test_an_artifact_with_many_files_is_sent_whole_or_named(tmp_path, mode):
+    env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")):
+            log(tmp_path, server, "listed", "kill", 0, {**env, "WANDB_MODE": mode})
+        listings = list((tmp_path / "data").rglob("artifact_manifests/*"))
+        assert len(listings) == (mode == "offline")  # wandb-core has removed it
+        done = jobs.run(SEND, tmp_path, {**server.environment, **env})
+        run = server.run("run")
+        assert numbers(run) == expected(0)
+        assert done.returncode == (mode == "online"), done.output
+        if mode == "online":
+            assert "artifact weights" in done.output
+            assert not run.committed
+        else:
+            assert len(run.committed["weights"]) == 3
+
+
+@pytest.mark.full
+def test_an_artifact_with_many_files_whose_listing_is_gone_is_named(tmp_path):
+    env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
+    with WandbServer() as server:
+        log(tmp_path, server, "listed", "return", 0, {**env, "WANDB_MODE": "offline"})
+        for listing in (tmp_path / "data").rglob("artifact_manifests/*"):
+            listing.unlink()
+        for _ in range(2):
+            done = jobs.run(SEND, tmp_path, {**server.environment, **env})
+            assert done.returncode == 1
+            assert "artifact weights" in done.output
+            assert not server.run("run").committed
+            assert numbers(server.run("run")) == expected(0)
 
 
 @pytest.mark.sampled(1)

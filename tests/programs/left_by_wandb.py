@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import wandb
+from wandb.sdk.interface import interface
 
 from flyteplugins_tracking import get_run, tracking_init
 
@@ -64,6 +66,26 @@ def log_tensorboard() -> None:
     time.sleep(0.5)
 
 
+def log_simultaneous() -> None:
+    """Two rows of one time each."""
+    for row in rows():
+        get_run().log({**row, "_timestamp": 1_700_000_000.5 + row["row"] // 2})
+    time.sleep(1)
+
+
+def log_forked() -> None:
+    """Rows of a forked child, which W&B's client attaches to the run: they have no number in a shared run."""
+    log_rows()
+    if os.environ.get("RANK", "0") == "0":
+        if os.fork() == 0:
+            for row in rows():
+                wandb.run.log({"row": row["row"] + 500})
+            time.sleep(1)
+            os._exit(0)
+        os.wait()
+    time.sleep(1)
+
+
 def log_summary() -> None:
     get_run().summary["accuracy"] = 0.5
     time.sleep(1)
@@ -98,6 +120,40 @@ def log_resaved() -> None:
     time.sleep(1)
 
 
+def log_alert() -> None:
+    log_rows()
+    get_run().alert("title", f"of attempt {NUMBER}")
+    time.sleep(1)
+
+
+def log_dead() -> None:
+    """wandb-core is killed behind the rows."""
+    log_rows()
+    for child in psutil.Process().children():
+        if "wandb-core" in child.name():
+            child.kill()
+            child.wait()
+    get_run().log({"row": 1000 * NUMBER + ROWS})
+
+
+def log_preempting() -> None:
+    log_rows()
+    get_run().mark_preempting()
+    time.sleep(1)
+
+
+def log_listed() -> None:
+    """An artifact with many files, which a file lists."""
+    interface.MANIFEST_FILE_SIZE_THRESHOLD = 2
+    log_rows()
+    artifact = wandb.Artifact("weights", "model")
+    for place in range(3):
+        Path(f"weights-{place}.txt").write_text(f"weights {place}")
+        artifact.add_file(f"weights-{place}.txt")
+    get_run().log_artifact(artifact)
+    time.sleep(1)
+
+
 def log_artifact() -> None:
     log_rows()
     Path("weights.txt").write_text("weights" * 1000)
@@ -106,13 +162,13 @@ def log_artifact() -> None:
     get_run().log_artifact(artifact)
 
 
-@tracking_init(project="p", id="run", run_mode=os.environ.get("RUN_MODE", "auto"))
+@tracking_init(project="p", id=os.environ.get("RUN", "run"), run_mode=os.environ.get("RUN_MODE", "auto"))
 def train() -> None:
     run = get_run()
     if run is not None:
         globals()[f"log_{WHAT}"]() if WHAT != "nothing" else None
         Path(f"logged-{NUMBER}-{os.environ.get('RANK', '0')}").touch()
-    while END == "kill":
+    while END == "kill" or (END == "wait" and not Path("go").exists()):
         time.sleep(0.05)
     if END == "raise":
         raise ValueError("made to fail")

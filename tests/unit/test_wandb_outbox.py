@@ -65,6 +65,7 @@ def begun(run, has_one_writer: bool = True) -> outbox.WandbOutbox:
     """Give the run, which is offline, the outbox of one that is online."""
     with pytest.MonkeyPatch.context() as online:
         online.setattr(type(run), "offline", False)
+        online.setattr(vendor.Reader, "stored", lambda _: None)  # there is no server
         made = vars(run)[outbox.OUTBOX] = outbox.WandbOutbox(
             run, outbox.run_directory(run), has_one_writer, step_metric="global_step", restart_count=1
         )

@@ -22,7 +22,8 @@ import re
 import socket
 import time
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, islice
@@ -210,7 +211,7 @@ class Attempt:
             kept = self._kept(last.step)
             if (same := next(kept, None)) is not None and (same.step, same.time) == (last.step, last.time):
                 return kept
-        rows, known = list(self._kept(0)), {row.time for row in datastore.rows(self.directory)}
+        rows, known = list(self._kept(0)), [row.time for row in datastore.rows(self.directory)]
         new = rows[behind([row.time for row in rows], known) :]
         return (row._replace(step=last.step + 1 + place) for place, row in enumerate(new))
 
@@ -250,6 +251,7 @@ class Reading:
         self._since = since if kept_since is None else kept_since
         self.attempt, self._file = attempt, datastore.file_in(attempt.directory)
         self._last: Row | None = None
+        self._kept = 0  # how many rows were read that only a journal has
         self._position = 0 if self._file is None else datastore.position_before(self._file, since)
 
     def records(self, *, is_written: bool = False) -> Iterator[tuple[str, Any, bytes]]:
@@ -265,13 +267,22 @@ class Reading:
                 record = self._last = datastore.row_of(record)
             yield kind, record, data
         if not is_written:
-            for row in self.attempt.kept_rows(self._last, self._since):
+            for row in islice(self.attempt.kept_rows(self._last, self._since), self._kept, None):
+                self._kept += 1
                 yield "history", row, b""
 
 
-def behind(keys: Sequence[Any], known: Set[Any]) -> int:
-    """Return how many of a process's rows have arrived: all up to the last one that has, as they keep their order."""
-    return 1 + max((place for place, key in enumerate(keys) if key in known), default=-1)
+def behind(keys: Sequence[float], known: Iterable[float]) -> int:
+    """Return how many of a process's rows have arrived: all up to the last one that has, as they keep their order.
+
+    Several may have one time.
+    """
+    left, count = Counter(known), 0
+    for place, key in enumerate(keys, 1):
+        if left[key] > 0:
+            left[key] -= 1
+            count = place
+    return count
 
 
 # Records of journals

@@ -125,6 +125,11 @@ class WandbOutbox:
         self._lock = lock
         return lock is not None
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether this process keeps others from sending what earlier attempts have left."""
+        return self._lock is not None
+
     def add_writer(self) -> None:
         """Note that wandb-core logs rows of TensorBoard too: the steps of this process's rows are not known then."""
         self.next_step = None

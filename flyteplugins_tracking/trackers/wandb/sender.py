@@ -16,11 +16,13 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -38,17 +40,18 @@ from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import Journal, encode, require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, pauses, require_server
-from flyteplugins_tracking.trackers.wandb import attempts, datastore, forced_run_id, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb import attempts, datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, Reading, label_in
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.ending import Upload
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 
 logger = logging.getLogger(__name__)
 
 # The records beside rows that are sent as they are. Of the first ones W&B keeps the last, of the second ones all. In a
 # shared run, those of the third kind are the primary's. Saved files and artifacts are sent at the end.
-_REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw")
-_OF_PRIMARY = ("environment", *_ADDING)
+_REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw", "alert")
+_OF_PRIMARY = ("environment", *_ADDING[:-1])
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
 _SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
 # How many rows are sent at once: wandb-core has them in memory.
@@ -65,12 +68,18 @@ _DEATHS = 2
 # How often W&B is asked which rows it has. If none of those that it lacks arrives meanwhile, the run is opened again:
 # the first time after the second time here. Then each time after twice as long, up to the third one.
 _ASKED_S, _STALLED_S, _LONGEST_STALLED_S = 15.0, 30.0, 600.0
+# After how long it is said that an end takes long, in seconds.
+_LONG_S = 30.0
 # What wandb-core says of a run whose id it has open: it opens each once, so one writer of a run is live at a time.
 _IN_USE = "is in use"
 # The exit codes of a run's states.
 STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
 # The errors of a wandb-core that dies while it starts.
 _OF_SERVICE = "wandb.sdk.lib.service"
+# The runs that this process could not open: wandb-core has their ids open since. And why W&B has refused those that
+# were deleted.
+_unopened: set[Place] = set()
+_deleted: dict[Place, str] = {}
 # The file of a `LaterEnd`, and its most bytes.
 _LATER, _LONGEST_LATER = "flyteplugins-tracking-later.json", 1 << 24
 
@@ -82,21 +91,27 @@ class _Read:
     Attributes:
         column: The column with the numbers of its rows; None if they have steps.
         base: The run's step of its step 0; None before its first row is sent.
-        known: The rows that W&B has, if steps do not tell: their numbers, or their times.
+        known: How many rows W&B has with a number or a time, if steps do not tell: see `_key`.
         described: With which arguments the run was opened, as the last record says.
         is_ended: Whether its process has ended.
         is_done: Whether all was read, too.
         rows: How many of its rows were sent.
+        keys: What tells them, if a later attempt may have logged them again.
+        has_later: Whether one may.
+        is_last: Whether there is no later one.
     """
 
     column: str | None
     base: int | None
     reading: Reading
-    known: set[Any] = field(default_factory=set)
+    known: Counter[float] = field(default_factory=Counter)
     described: dict[str, Any] | None = None
     is_ended: bool = False
     is_done: bool = False
     rows: int = 0
+    keys: list[float] = field(default_factory=list)
+    has_later: bool = False
+    is_last: bool = False
 
 
 class Sender:
@@ -132,9 +147,9 @@ class Sender:
         self._run, self._kind, self._found, self._is_whole = run, type(run), found, is_whole
         self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
         self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
-        self._is_shared, self._is_defined = is_shared, False
+        self._is_shared, self._is_defined, self._has_said = is_shared, False, False
         self._later, self._reads = later, dict[Path, _Read]()
-        self._sent: set[Any] = set()  # rows that a later attempt may have logged again, as those known
+        self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
         self._media: list[Path] = []
         self._columns: set[str] = set()  # those of rows
         self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
@@ -154,11 +169,10 @@ class Sender:
         primary = [path for path in directories if not label_in(path)] or directories
         first = next((path for path in primary if datastore.description(path) is not None), primary[0])
         described, attempt, label = datastore.description(first), Attempt.at(first), label_in(first)
-        place, column, later = place_of(attempt, described), attempt.column, None
+        place, column, later = close.place if close else place_of(attempt, described), attempt.column, None
         of_id = attempts.directories_of(first.parent, place.run_id)
         vendor.drop_unusable_service()
-        if column is None:
-            attempts.await_count(of_id, time.monotonic() + _COUNTED_S if close is None else close.limit.until)
+        attempts.await_count(of_id, time.monotonic() + _COUNTED_S if close is None else close.limit.until)
         found = vendor.Reader(place).stored()
         if close is None:
             require_unwritten(None if column else found, of_id)
@@ -190,6 +204,9 @@ class Sender:
             if read.is_done:
                 continue
             is_last = directory == directories[-1] or read.column is not None
+            # Those that are watched are offline: such an attempt does not log the rows of earlier ones.
+            read.is_last = directory == directories[-1]
+            read.has_later = not (read.is_last or is_written)
             is_ended = not is_written or not (is_last or Attempt.at(directory).is_open())
             if is_ended and not read.is_ended:  # what its process has kept at last
                 read.reading.attempt, read.is_ended = Attempt.at(directory), True
@@ -197,17 +214,19 @@ class Sender:
             if count >= _MOST or not (is_ended or is_last):  # a later attempt's rows come behind all of an earlier one
                 break
             read.is_done = is_ended
+            self._sent.update(read.keys)
             if is_written:
                 read.known.clear()  # what is new from here on, W&B lacks
-            if is_written or len(directories) == 1:
-                self._sent.clear()
         self.rows += count
         return count
 
     def lacking(self, directories: Sequence[Path]) -> Iterator[Row]:
         """Yield the rows of attempts that W&B lacks, and send none."""
         for directory in directories:
-            yield from self._lacking(self._begin(directory), is_written=False)
+            read = self._begin(directory)
+            read.has_later = directory != directories[-1]
+            yield from self._lacking(read, is_written=False)
+            self._sent.update(read.keys)
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
@@ -263,7 +282,7 @@ class Sender:
         of_run = (path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0]))
         for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
             shutil.rmtree(folder, ignore_errors=True)
-        if (role := _role_of(left)) != OWNER:
+        if (role := _role_in(left[-1].column)) != OWNER:
             roles.end_again(self.place, role)
         files.require_sent(directories[-1], waits=close is None)
         return exit_code
@@ -280,12 +299,26 @@ class Sender:
             vendor.forget(run, FAILURE_KEYS)
         if close is not None:
             close.say_again(run)
+        if close is None:
+            _of_run(left[-1], self.place)  # an attempt may have begun meanwhile
         if exit_code == TERMINATED:
             run.mark_preempting()
-        run.finish(exit_code=exit_code or 0)
-        if close is None:
-            self._require_arrived(left)
+        began = time.monotonic()
+        vendor.finish_while(lambda: self._waits(began), run, lambda: run.finish(exit_code=exit_code or 0))
+        if refusal := vendor.refusal_of_rows(outbox.run_directory(run)):
+            raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {refusal}")
+        self._require_arrived(left)
         return exit_code
+
+    def _waits(self, began: float) -> bool:
+        """Say once that W&B takes long. It is waited for: the close of a run stops it in time, or a user."""
+        if not self._has_said and time.monotonic() > began + _LONG_S:
+            self._has_said = True
+            text = (
+                "W&B: run %s: W&B has not taken everything after %.0f s. This goes on, and may be stopped and repeated"
+            )
+            logger.warning(text, self.place.run_id, _LONG_S)
+        return True
 
     # Which rows W&B lacks
 
@@ -301,11 +334,10 @@ class Sender:
         if found is None:
             return read
         if column is not None:
-            attempts.await_count([directory], time.monotonic() + attempts.LATE_S)
-            read.known = set(self._arrived(attempt, column, found))
+            read.known = self._arrived(attempt, column, found)
         elif (first := next(attempt.rows(), None)) and self._others_have_taken(attempt, base, first, found):
             since = 0 if base is None else first.step + base
-            read.known, read.base, read.reading = found.times(since), None, Reading(attempt)
+            read.known, read.base, read.reading = Counter(found.times(since)), None, Reading(attempt)
         return read
 
     def _others_have_taken(self, attempt: Attempt, base: int | None, first: Row, found: vendor.Stored) -> bool:
@@ -315,15 +347,17 @@ class Sender:
         last = attempt.last_below(self._next - base)
         return last is not None and found.last_at != last.time and found.time_at(last.step + base) != last.time
 
-    def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Iterator[int]:
-        """Yield the numbers of an attempt's rows that W&B has."""
-        numbers, known = list(_numbers(attempt.rows(), column)), set[int]()
-        for part in found.values_backwards(column, int(attempt.header("since") or 0)):
+    def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Counter[float]:
+        """Return the keys of the rows that W&B has, as far back as those of an attempt may be."""
+        keys, since = [_key(row, column) for row in attempt.rows()], int(attempt.header("since") or 0)
+        numbers, known = [key for key in keys if isinstance(key, int)], set[float]()
+        for part in found.values_backwards(column, since) if numbers else ():
             known.update(map(int, part))
             if attempts.behind(numbers, known):
                 break
-        yield from known
-        yield from numbers[: attempts.behind(numbers, known)]
+        arrived = Counter({*known, *numbers[: attempts.behind(numbers, known)]})
+        arrived.update(found.times(since) if len(numbers) < len(keys) else ())
+        return arrived
 
     def _lacking(self, read: _Read, *, is_written: bool) -> Iterator[Row]:
         """Yield the new rows that W&B lacks, as they are logged. What else a file has is sent on the way."""
@@ -348,15 +382,19 @@ class Sender:
 
     def _new(self, read: _Read, row: Row) -> Row | None:
         """Return a row at its step in the run; None if W&B has it."""
-        key = row.time if read.column is None else next(_numbers([row], read.column), None)
-        if key is None or key in read.known or key in self._sent:
+        key = _key(row, read.column)
+        if key in self._sent:
+            return None
+        if read.known[key] > 0:
+            read.known[key] -= 1  # several rows may have one time
             return None
         if read.column is None and read.base is None:
             read.base = read.reading.attempt.keep_base(max(0, self._next - row.step))
         step = self._next if read.column is not None else row.step + (read.base or 0)
         if step < self._next:
             return None
-        self._sent.add(key)
+        if read.has_later:
+            read.keys.append(key)
         if self._is_shared:  # W&B gives the steps
             return row._replace(step=-1)
         self._next = step + 1
@@ -399,7 +437,7 @@ class Sender:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
         if kind == "run" and read.column is None:
             self._describe(read, datastore.arguments_of(record))
-        elif kind == "preempting":
+        elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
             self._summarize()
@@ -449,7 +487,7 @@ class Sender:
         ended = None if self._found is None else STATES.get(self._found.state)
         primary = [one for one in left if not label_in(one.directory)]
         if not primary:
-            return ended if _role_of(left) == OWNER else None
+            return ended if _role_in(left[-1].column) == OWNER else None
         last = max(primary, key=lambda one: one.last_at)
         if self._later is not None and last.last_at > self._later.last_at:  # another attempt has logged meanwhile
             self._later.path.unlink(missing_ok=True)
@@ -467,13 +505,15 @@ class Sender:
         """
         until, wanted = time.monotonic() + _CONFIRMED_S, self._rows_before + self.rows
         numbered = {
-            one.directory: (one, set(_numbers(one.rows(), one.column))) for one in left if one.column is not None
+            one.directory: (one, Counter(_key(row, one.column) for row in one.rows()))
+            for one in left
+            if one.column is not None
         }
         while True:
             count = 0 if (found := self._reader.stored()) is None else found.rows
             if found is not None and (self._is_shared or (found.last_step >= self._next - 1 and count >= wanted)):
-                for one, numbers in list(numbered.values()):
-                    if numbers <= set(self._arrived(one, str(one.column), found)):
+                for one, keys in list(numbered.values()):
+                    if not keys - self._arrived(one, str(one.column), found):
                         del numbered[one.directory]
                 if not numbered:
                     return
@@ -497,16 +537,30 @@ def _settings(described: Any, later: LaterEnd | None, close: Close | None) -> di
 
 def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings: Mapping[str, Any]) -> Any:
     """Open a run to send what is left of it. W&B's client has its files below that directory."""
+    if place in _deleted:
+        raise TrackerUnavailableError(_deleted[place], is_outage=False)
     folder = tempfile.mkdtemp(prefix=attempts.SENDERS.rstrip("*"), dir=directory)
     try:
         with vendor.opening.lock:
             return vendor.open_to_send(place, arguments, folder, settings)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if _IN_USE not in str(error):
-            raise
-        text = f"{place.run_id} is open here for another role, node or project: this one is sent when that ends"
-        raise TrackerUnavailableError(text) from error
+        if _IN_USE in str(error) and place not in _unopened:
+            text = f"{place.run_id} is open here for another role, node or project: this one is sent when that ends"
+            raise TrackerUnavailableError(text) from error
+        if _IN_USE in str(error):
+            _unopened.remove(place)
+            vendor.kill_service()  # what it has open is opened again
+            raise TrackerUnavailableError(f"{place.run_id} could not be opened before, and is opened again") from error
+        _unopened.add(place)
+        if vendor.is_deleted(error):
+            _deleted[place] = (
+                f"run {place.run_id} was not sent: {first_line(error)}. W&B does not take the id of a deleted run "
+                "again: use another one from now on. To send what W&B's own file has: "
+                f"wandb sync --id NEW_ID {shlex.quote(str(directory))}"
+            )
+            raise TrackerUnavailableError(_deleted[place], is_outage=False) from error
+        raise
 
 
 class Taken:
@@ -622,7 +676,7 @@ class Files:
 
     def leave_out_sent(self) -> None:
         """Leave out artifacts of attempts that were online whose copies the client has removed: W&B has these."""
-        self.artifacts = [one for one in self.artifacts if one.is_whole or one in self._offline]
+        self.artifacts = [one for one in self.artifacts if one.is_whole or one.has_listing or one in self._offline]
 
     def send(self, run: Any, is_tried: bool = True, waits: bool = True) -> None:
         """Send them with an open run.
@@ -707,9 +761,8 @@ def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
         left = [one for one in attempts.attempts_of(parent, made.place) if _is_to_send(one, made, request)]
         left.sort(key=lambda one: one.is_offline)
         # Two processes may have one role, by mistake: only one of them sends what the role has left.
-        name = f"{run_id}.{outbox.label_of(request) or request.plan.role or OWNER}.lock"
-        if left and (made.column is None or made.hold(RunLock.of_file(parent / name))):
-            values = _send_before(made, left, run, _found(made, request))
+        if left and (made.column is None or made.hold(_lock(parent, run_id, outbox.label_of(request), made.column))):
+            values = _send_before(made, left, run, _found(made, request, left))
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
         command = how_to_send([str(one.directory) for one in left] or str(parent))
@@ -730,17 +783,27 @@ def _is_to_send(attempt: Attempt, made: outbox.WandbOutbox, request: RunRequest)
     return is_own and attempt.column == made.column
 
 
-def _found(made: outbox.WandbOutbox, request: RunRequest) -> vendor.Stored | None:
-    """Return what W&B has of the run. The numbers of rows are asked for as long as the run may be opened."""
+def _lock(parent: Path, run_id: str, label: str | None, column: str | None) -> RunLock | None:
+    """Lock what a writer of a run has left in the directories here: two processes might send a row twice."""
+    return RunLock.of_any_file(parent / f"{run_id}.{label or _role_in(column)}.lock")
+
+
+def _found(made: outbox.WandbOutbox, request: RunRequest, left: Sequence[Attempt]) -> vendor.Stored | None:
+    """Return what W&B has of the run. The numbers of rows are asked for as long as the run may be opened.
+
+    Raises:
+        TrackerUnavailableError: W&B does not say. Steps alone do not tell whether others have logged meanwhile.
+    """
     waits = pauses()
-    while made.column is not None:
+    if made.column is not None:  # or else it was waited for before the run was opened
+        attempts.await_count([one.directory for one in left], request.deadline)
+    while True:
         try:
             return vendor.Reader(made.place).stored()
         except TrackerUnavailableError:
-            if time.monotonic() > request.deadline:
+            if made.column is None or time.monotonic() > request.deadline:
                 raise
             time.sleep(next(waits))
-    return vendor.stored_run(made.place)
 
 
 def _send_before(
@@ -780,13 +843,14 @@ class Close:
     """How the close of a run goes on with another wandb-core: how long it may take, and what is said then.
 
     Attributes:
+        place: Where the run is.
         run: The run as it is opened to send what is left; None before that.
         say_again: Called with that run, behind the rows.
     """
 
-    def __init__(self, limit: EndLimit, say_again: Callable[[Any], object]) -> None:
+    def __init__(self, place: Place, limit: EndLimit, say_again: Callable[[Any], object]) -> None:
         self.run: Any = None
-        self.limit, self.say_again = limit, say_again
+        self.place, self.limit, self.say_again = place, limit, say_again
         self._upload: Upload | None = None
 
     def lasts(self) -> bool:
@@ -809,10 +873,14 @@ def close_again(run: Any, limit: EndLimit, say_again: Callable[[Any], object]) -
     Returns:
         Whether W&B has everything.
     """
-    made, close, is_done = outbox.of(run), Close(limit, say_again), False
+    made, is_done = outbox.of(run), False
+    if not made.is_kept:
+        return False
+    close = Close(made.place, limit, say_again)
 
     def send_all() -> None:
-        with nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
+        alone = nullcontext() if made.is_locked else _alone(Attempt.at(made.directory), run.id)
+        with alone, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
             _send_all([*made.earlier, made.directory], close)
 
     try:
@@ -820,6 +888,8 @@ def close_again(run: Any, limit: EndLimit, say_again: Callable[[Any], object]) -
         is_done = True
     except TimeoutError:
         logger.warning("W&B: run %s was not sent completely: %s", run.id, limit.why)
+    except TrackerUnavailableError as error:
+        logger.warning("W&B: run %s was not sent completely: %s", run.id, error)
     except Exception:  # tracker errors must not change the training's outcome
         logger.warning("W&B: run %s was not sent completely", run.id, exc_info=True)
     finally:
@@ -869,6 +939,7 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
         TrackerUnavailableError: It was not sent, or W&B has not confirmed that it has it; or a process is writing it.
     """
     size, described, attempt = attempts.file_size(directory), datastore.description(directory), Attempt.at(directory)
+    vendor.drop_unusable_service()  # W&B is asked by way of it too
     if attempt.is_open():
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     is_known = described is not None or (attempt.journals and not attempt.is_offline)
@@ -895,7 +966,8 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
         _require_owner(directory, place.run_id, together)
     text = f"W&B has all of {directory}: run {place.run_id}"
     if not _has_all(place, left, found):
-        sender = _send_all([one.directory for one in left])
+        with _alone(attempt, place.run_id):
+            sender = _send_all([one.directory for one in left])
         text = f"sent {directory}: {sender.rows} rows of run {place.run_id}"
     require_all_sent(directory)
     return text
@@ -907,13 +979,40 @@ def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
     Raises:
         TrackerUnavailableError: A process is writing the run.
     """
+    of_run = _of_run(attempt, place)
     if attempt.column is not None:
         return [attempt]
-    of_run = attempts.attempts_of(attempt.directory.parent, place)
-    if any(one.is_open() for one in of_run):
-        raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
     online = [one for one in of_run if one.journals and not one.is_offline and one.column is None]
     return online if attempt.directory in [one.directory for one in online] else [*online, attempt]
+
+
+def _of_run(attempt: Attempt, place: Place) -> list[Attempt]:
+    """Return the attempts of a run that are beside one.
+
+    Raises:
+        TrackerUnavailableError: A process is writing the run, which this one's end must not be that of. An owner's end
+            is not a role's. But a writer without numbers is alone in its run.
+    """
+    of_run = attempts.attempts_of(attempt.directory.parent, place)
+    if any(one.is_open() and (attempt.column is None or one.column in (None, attempt.column)) for one in of_run):
+        raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
+    return of_run
+
+
+@contextmanager
+def _alone(attempt: Attempt, run_id: str) -> Iterator[None]:
+    """Keep other processes from sending what this writer has left.
+
+    Raises:
+        TrackerUnavailableError: One does.
+    """
+    lock = _lock(attempt.directory.parent, run_id, attempt.header("label"), attempt.column)
+    if lock is None:
+        raise TrackerUnavailableError(f"another process sends what is left of run {run_id} here: wait for its end")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None) -> bool:
@@ -995,14 +1094,11 @@ def _is_later(last_at: float | None, left: Sequence[Attempt]) -> bool:
     return last_at is not None and last_at > max(one.last_at for one in left)
 
 
-def _role_of(left: Sequence[Attempt]) -> str:
-    column = left[-1].column
+def _role_in(column: str | None) -> str:
     return OWNER if column is None else roles.role_of(column)
 
 
-def _numbers(rows: Iterable[Row], column: str | None) -> Iterator[int]:
-    """Yield the numbers of rows that have one."""
-    for row in rows:
-        number = row.values.get(column or "")
-        if isinstance(number, (int, float)):
-            yield int(number)
+def _key(row: Row, column: str | None) -> float:
+    """Return what tells a row from others: its number, or else its time, as of one of TensorBoard or a forked child."""
+    number = row.values.get(column or "")
+    return int(number) if isinstance(number, (int, float)) else row.time

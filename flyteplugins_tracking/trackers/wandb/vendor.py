@@ -201,6 +201,13 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
     return False
 
 
+def kill_service() -> None:
+    """Stop wandb-core, whatever it has open: the next run starts another. Without it, what it has open stays so."""
+    with _optional("a run that could not be opened is not sent by this process any more"):
+        session()._connection._proc._process.kill()
+        _exit_code_of(session()._connection, _ANSWER_S)
+
+
 def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit_s: float) -> None:
     """End the run of a `wandb.init` that was interrupted: wandb would end it as a success when the process ends.
 
@@ -341,6 +348,7 @@ def was_torn_down(run: Any, timeout_s: float) -> bool:
 # What the texts of wandb's errors have: the status of an answer, what W&B says in others, and that a request was tried
 # again until the time was over.
 _STATUS = re.compile(r"returned error (\d{3})")
+_CONFLICT = re.compile(r"(?:HTTP|error) 409\b")
 _REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|forbidden", re.IGNORECASE)
 _REFUSED_ROWS = re.compile(r'"filestream: fatal error: (?:.*?: (\d{3}) )?')
 _TRIED_AGAIN = re.compile(r"while retrying|giving up after|timed out|deadline", re.IGNORECASE)
@@ -360,6 +368,11 @@ def is_outage(error: BaseException) -> bool:
     if _TRIED_AGAIN.search(text) or any(isinstance(one, (TimeoutError, ConnectionError)) for one in causes(error)):
         return True
     return not isinstance(error, wandb.errors.CommError) and not _REFUSED.search(text)
+
+
+def is_deleted(error: BaseException) -> bool:
+    """Whether W&B refuses to open a run that was deleted. Its client repeats that request until the time is over."""
+    return bool(_CONFLICT.search(str(error)))
 
 
 def is_own_run(directory: Path) -> bool:
@@ -720,13 +733,20 @@ class KeptArtifact(NamedTuple):
         record = importlib.import_module("wandb.proto.wandb_internal_pb2").ArtifactRecord()
         record.ParseFromString(data)
         manifest, copies = record.manifest, Path(_staging_directory())
-        is_whole = not manifest.manifest_file_path  # which lists the files of an artifact with many
-        manifest.manifest_file_path = ""
+        is_whole = True
+        if manifest.manifest_file_path:  # it lists the files of an artifact with many. wandb-core removes it first
+            listing = copies / "artifact_manifests" / Path(manifest.manifest_file_path).name
+            is_whole, manifest.manifest_file_path = is_own_file(listing), str(listing)
         for entry in manifest.contents:
             if entry.local_path and not is_own_file(copies / Path(entry.local_path).name):
                 is_whole = False
             entry.local_path = entry.local_path and str(copies / Path(entry.local_path).name)
         return cls(record.name, record, is_whole)
+
+    @property
+    def has_listing(self) -> bool:
+        """Whether a file lists its files, which wandb-core removes before it sends these."""
+        return bool(self.record.manifest.manifest_file_path)
 
     def send(self, run: Any) -> Any:
         """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
@@ -794,9 +814,9 @@ class Stored(NamedTuple):
         found = self.run.scan_history(keys=["_timestamp"], min_step=step, max_step=step + 1)
         return next((row["_timestamp"] for row in found), None)
 
-    def times(self, since: int = 0) -> set[float]:
-        """Return when the rows from a step on were logged: that tells rows apart, whatever their steps are."""
-        return set(chain.from_iterable(self.values_backwards("_timestamp", since)))
+    def times(self, since: int = 0) -> Iterator[float]:
+        """Yield when the rows from a step on were logged: that tells rows apart, whatever their steps are."""
+        return chain.from_iterable(self.values_backwards("_timestamp", since))
 
     def values(self, column: str, *beside: str) -> list[Any]:
         """Return values of a column in the order of their steps: at most 500, with the last one.
