@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 LONGEST = (
     "test_watch",
     "test_kills",
+    "test_left_runs",
     "test_restarts",
     "test_testing",
     "test_sigterm",
@@ -138,7 +139,7 @@ class _Scheduler(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path, _, parameters = nodeid.partition("[")
         path = path.partition("::")[0]
-        if Path(path).stem in ("test_kills", "test_offline_kills", "test_reliability", "test_shared"):
+        if Path(path).stem in ("test_kills", "test_left_runs", "test_offline_kills", "test_reliability", "test_shared"):
             return nodeid
         # Where a shared fixture has parameters, they stand first in the test's.
         return f"{path}[{parameters.rstrip(']').partition('-')[0]}" if _has(path, 'scope="module", params=') else path

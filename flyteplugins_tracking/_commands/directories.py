@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file
-from flyteplugins_tracking._util.lock import NO_LOCKS, RunLock, holder_of
+from flyteplugins_tracking._util.lock import RunLock, holder_of
 from flyteplugins_tracking._util.text import listed
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
-from flyteplugins_tracking.trackers.wandb import send as wandb_files
+from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 
 # The file that says of an empty directory that its run was sent.
 SENT = "flyteplugins-tracking-sent"
@@ -60,12 +60,7 @@ def hold(directory: Path) -> RunLock:
         OSError: The directory cannot be used.
     """
     path = directory / _LOCK
-    try:
-        lock = RunLock.of_file(path)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return RunLock()
+    lock = RunLock.of_any_file(path)
     if lock is None:
         raise TrackerUnavailableError(f"{directory} is watched already: {holder_of(path)} sends what its runs log")
     return lock

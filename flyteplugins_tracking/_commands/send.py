@@ -40,7 +40,8 @@ from flyteplugins_tracking.trackers.outbox import (
     servers_in,
 )
 from flyteplugins_tracking.trackers.registry import find_tracker
-from flyteplugins_tracking.trackers.wandb import send as wandb_files
+from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
+from flyteplugins_tracking.trackers.wandb import sender
 
 # What the header of a run's journal has, with its types.
 _HEADER: Mapping[str, type | tuple[type, ...]] = {
@@ -105,7 +106,7 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
         try:
             if path in of_wandb:
                 require_unwatched(path)
-                yield wandb_files.send(path, of_wandb)
+                yield sender.send(path, of_wandb)
             else:
                 yield send_directory(path)
         except Exception as error:  # it does not keep the others from being sent

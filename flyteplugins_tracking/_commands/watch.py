@@ -1,7 +1,7 @@
 """`flyteplugins-tracking send --watch DIRECTORY...`: send what runs log, while they log it.
 
 A compute node without a network writes what it always writes: W&B's own file. This process sees the same disk, and
-W&B. It looks again and again. A run whose writer lives is open at W&B, and gets what is new (`trackers.wandb.live`).
+W&B. It looks again and again. A run whose writer lives is open at W&B, and gets what is new (`trackers.wandb.sender`).
 One that has ended, and was never open here, is sent as `send` does. What is sent, `send` and the job's next attempt
 know too: this process may be killed at any time. Runs of other trackers are named, and left to `send`.
 
@@ -29,8 +29,8 @@ from flyteplugins_tracking._util.text import causes, first_line, printable, with
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, stored
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.wandb import datastore, live, outbox, vendor
-from flyteplugins_tracking.trackers.wandb import send as wandb_files
+from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
+from flyteplugins_tracking.trackers.wandb import datastore, sender, vendor
 
 # How many runs are sent at once that have ended, and how many are open at the most: each may wait for its service.
 _ENDED, _OPEN = 4, 256
@@ -54,14 +54,14 @@ class WatchedRun:
         is_written: Whether its writer may live.
     """
 
-    opened: live.LiveRun | None = None
+    opened: sender.Sender | None = None
     doing: Future[None] | None = None
     error, is_refused, is_written = "", False, True
 
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
         self.name, self.directories, self._watched = name, list[Path](), watched
-        self._taken = live.Taken()
+        self._taken = sender.Taken()
         self._seen: object = None
         self._sign_at = 0.0
 
@@ -123,8 +123,8 @@ class WatchedRun:
         As a user's `wandb sync` has it: it sends what is there, and no end.
         """
         first = self.directories[0]
-        of_id = outbox.directories_of(first.parent, outbox.run_id_of(first))
-        return self.opened is not None and first in of_id and all(map(outbox.is_offline, of_id))
+        of_id = wandb_files.directories_of(first.parent, wandb_files.run_id_of(first))
+        return self.opened is not None and first in of_id and all(map(wandb_files.is_offline, of_id))
 
     def let_go(self) -> None:
         """Leave the run as it is: another process writes it, or its files are not here any more."""
@@ -134,19 +134,19 @@ class WatchedRun:
 
     def _has_end(self) -> bool:
         """Whether its last process has kept the status with which it has ended."""
-        return outbox.attempt_at(self.directories[-1]).exit_code is not None
+        return wandb_files.Attempt.at(self.directories[-1]).exit_code is not None
 
     def _send(self) -> str:
         """Send what is new, and end a run that is not written. Returns what was done then, in words."""
         if self._is_online():
             self.let_go()
         elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
-            self.opened = live.LiveRun(self.directories)
+            self.opened = sender.Sender.open(self.directories)
         if not self.is_written:
             return self._finish()
         if self.opened is not None:
             try:
-                self.opened.send(self.directories)
+                self.opened.send(self.directories, is_written=True)
                 if self._taken.look(self.opened):
                     self.let_go()
             except Exception as error:
@@ -161,13 +161,13 @@ class WatchedRun:
         run, self.opened = self.opened, None
         exit_code = None if run is None else run.finish(self.directories)
         # What was never open here; and in a run with several writers, what W&B lacks.
-        left = [path for path in self.directories if not outbox.is_synced(path) or stored(path)]
-        texts = [wandb_files.send(path, self.directories) for path in left]
+        left = [path for path in self.directories if not wandb_files.is_synced(path) or stored(path)]
+        texts = [sender.send(path, self.directories) for path in left]
         return "\n".join(texts) if exit_code is None else f"has ended with exit code {exit_code}, and is sent"
 
     def _is_online(self) -> bool:
         """Whether an attempt of the job writes it that has the service, and sends what others have left."""
-        return not all(map(outbox.is_offline, self.directories))
+        return not all(map(wandb_files.is_offline, self.directories))
 
     def _say(self, text: str) -> None:
         _print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
@@ -229,7 +229,7 @@ class Watcher:
                 if not has_unsent(path):
                     continue
                 if wandb_files.is_run_directory(path):
-                    found.setdefault((_name_of(path), outbox.project_of(path)), []).append(path)
+                    found.setdefault((_name_of(path), wandb_files.project_of(path)), []).append(path)
                 else:
                     of_others.append(f"{_OF_OTHERS}: {how_to_send(str(path))}")
         for key, run in self.runs.items():
@@ -322,13 +322,13 @@ def _end_process(number: int, _: object) -> None:
 
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
-    return datastore.description(directory) is not None and any(True for _ in outbox.attempt_at(directory).rows())
+    return datastore.description(directory) is not None and any(True for _ in wandb_files.Attempt.at(directory).rows())
 
 
 def _name_of(directory: Path) -> str:
     """Return the name of the run of a directory: several may be of one run. A role has an end of its own."""
     role = "" if wandb_files.is_rank(directory) else f", {wandb_files.label_in(directory)}"
-    return f"{directory.parent / outbox.run_id_of(directory)}{role}"
+    return f"{directory.parent / wandb_files.run_id_of(directory)}{role}"
 
 
 def _print(text: str) -> None:

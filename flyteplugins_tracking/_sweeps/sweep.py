@@ -320,7 +320,7 @@ def _log_in(host: str | None, may_ask: bool) -> None:
     """
     import wandb
 
-    from flyteplugins_tracking.trackers.wandb import api_of
+    from flyteplugins_tracking.trackers.wandb.names import api_of
     from flyteplugins_tracking.trackers.wandb.vendor import drop_unusable_service, has_credentials, session
 
     drop_unusable_service()

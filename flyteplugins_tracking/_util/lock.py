@@ -89,6 +89,16 @@ class RunLock:
         return cls(path)
 
     @classmethod
+    def of_any_file(cls, path: Path) -> RunLock | None:
+        """As `of_file`. It counts as free where there can be no locks."""
+        try:
+            return cls.of_file(path)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return cls()
+
+    @classmethod
     def is_held(cls, name: str) -> bool:
         """Whether a process or thread holds the lock of `name`."""
         lock = cls.acquire(name)

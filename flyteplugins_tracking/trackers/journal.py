@@ -10,7 +10,7 @@ A record is in the operating system's hands when `add` returns: SIGKILL loses no
 CRC is the checksum of what follows, in hexadecimal digits. There is a newline before each line and one behind it, so
 that a damaged byte, or a line that a full disk has cut off, costs its own line only. Empty lines mean nothing.
 
-A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is JSON that no service's format is in:
+A record of W&B's is in `wandb.attempts.record_of`. One of the other trackers is JSON that no service's format is in:
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
     {"call": "log_params", "args": [...], "kwargs": {...}}  params and tags of MLflow, and what Pluto's client has made
@@ -112,8 +112,7 @@ class Journal(PerProcess):
             record: Bytes without a newline.
         """
         with self._lock:
-            if self._file < 0 and not self.is_closed:
-                self._begin()
+            self.make()
             while True:
                 number = self.added
                 line = _line(b"%d" % number, record)
@@ -127,6 +126,15 @@ class Journal(PerProcess):
             except OSError as error:
                 self._give_up(error)
             return number
+
+    def make(self) -> None:
+        """Make the file, if there is none."""
+        with self._lock:
+            if self._file < 0 and not self.is_closed:
+                try:
+                    self._make_file()
+                except OSError as error:
+                    self._give_up(error)
 
     def acknowledge(self, count: int) -> None:
         """Keep that the service has the first `count` records."""
@@ -157,12 +165,6 @@ class Journal(PerProcess):
         """Keep nothing from now on: the lock may be held forever, and the file is the parent's."""
         self._lock = threading.RLock()
         self.close()
-
-    def _begin(self) -> None:
-        try:
-            self._make_file()
-        except OSError as error:
-            self._give_up(error)
 
     def _make_file(self) -> None:
         """Make the file. It has its name when it is locked, so that another process always finds it locked."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -41,15 +40,16 @@ def assert_each_once(found: Outcome) -> None:
 
 
 @pytest.mark.full
-def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
+def test_the_journal_of_an_offline_run_stays_until_it_is_sent(tmp_path):
     with job(tmp_path) as started:
         process = started.start(python(), OFFLINE, **ends("loop", **SETTINGS))
         started.wait_for("ready 0 0")
         assert journals_left(tmp_path)
         started.signal(process.pid)
         process.communicate()
-        assert not journals_left(tmp_path)
+        assert journals_left(tmp_path)
         assert send(started).returncode == 0
+        assert not journals_left(tmp_path)
         assert_each_once(started.outcome())
 
 
@@ -62,7 +62,7 @@ def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
     ],
 )
 def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, by):
-    """With another attempt, `wandb sync` sends all rows too: that attempt has completed the files."""
+    """Also those that a file lacks and the journal beside it has, if `wandb sync` has sent the files before."""
     with job(tmp_path) as started:
         for count in range(1, moments(2) + 1):
             process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
@@ -72,7 +72,6 @@ def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, b
             process.communicate()
         if by != "send":
             jobs.finish(started.start(python(), OFFLINE, **ends("return", **SETTINGS)), tmp_path)
-            assert not journals_left(tmp_path)
         done = send(started) if by == "send" else send(started, "wandb sync --yes")
         assert done.returncode == 0, done.output
         again = send(started)
@@ -163,12 +162,9 @@ def test_a_full_disk_costs_rows_that_are_told_and_no_others(tmp_path):
     with job(tmp_path) as started:
         process = started.start(limited, OFFLINE, **ends("return", rows=300, value="x" * 1000, **SETTINGS))
         output = jobs.finish(process, tmp_path).output
-        said = re.search(
-            r" has (\d+) rows, up to step (\d+). The run went on to step 299: .* after step \2 is lost", output
-        )
-        assert said is not None, output
+        assert "rows cannot be kept in" in output, output
         assert send(started).returncode == 0
         found = started.outcome()
-    assert (found.returncode, len(found.steps)) == (0, int(said[1]))
-    assert list(found.steps) == list(range(int(said[2]) + 1))
-    assert len(found.steps) < 300
+    assert found.returncode == 0
+    assert 0 < len(found.steps) < 300
+    assert list(found.steps) == list(range(len(found.steps)))

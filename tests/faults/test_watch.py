@@ -218,8 +218,8 @@ def test_a_wandb_core_that_dies_is_replaced(tmp_path):
 STALLED_SOON = """
 import sys
 from flyteplugins_tracking.__main__ import main
-from flyteplugins_tracking.trackers.wandb import live
-live._ASKED_S, live._STALLED_S, live.Taken._limit_s = 0.5, 5.0, 5.0
+from flyteplugins_tracking.trackers.wandb import sender
+sender._ASKED_S, sender._STALLED_S, sender.Taken._limit_s = 0.5, 5.0, 5.0
 sys.exit(main())
 """
 

@@ -22,8 +22,7 @@ from flyteplugins_tracking._commands.directories import SENT
 from flyteplugins_tracking._commands.send import main
 from flyteplugins_tracking.trackers.journal import Journal, encode, stored
 from flyteplugins_tracking.trackers.outbox import how_to_send, servers_of
-from flyteplugins_tracking.trackers.wandb import outbox, vendor
-from flyteplugins_tracking.trackers.wandb import send as wandb_files
+from flyteplugins_tracking.trackers.wandb import attempts, datastore, sender, vendor
 
 
 def send(directory: Path, env: dict[str, str], *arguments: object) -> jobs.Done:
@@ -65,7 +64,7 @@ def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_oth
     for directory in [*stubs, without_log]:
         assert f"{directory} has no rows" in done.output
     for directory, rows in zip(directories, (5, 7), strict=True):
-        assert f"sent {directory}: W&B has the {rows} rows" in done.output
+        assert f"sent {directory}: {rows} rows of run " in done.output
         assert f"{directory} has nothing that is not sent yet" in again.output
 
 
@@ -107,17 +106,17 @@ def test_a_directory_on_a_read_only_file_system_is_refused_with_that_cause(tmp_p
 
 def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     """The file of a killed attempt lacks its last rows. The journal says which server was set up there."""
-    (directory,) = offline_runs(tmp_path, 5)
-    header = {"place": ["https://api.wandb.ai", "", "p", "run-0"], "step": 0, "first_step": 0, "is_automatic": False}
-    left = Journal(directory, "rows-000000", {**header, "host": "x", "step_metric": "step", "restart_count": 0})
-    for step in range(7):
-        left.add(outbox.record_of(outbox.plain({"row": step, "_timestamp": 1.7e9 + step}), step))
-    left.close()
-    assert outbox.attempt_at(directory).exit_code == 0  # the file's: a copy may have a journal without its end
+    (directory,) = offline_runs(tmp_path, 7)
+    (file,), (journal,) = directory.glob("*.wandb"), stored(directory)
+    assert not journal.header["place"][0].startswith("http://127")
+    positions = [position for position, data in datastore.records_from(file, 0) if b"row" in data and b"_step" in data]
+    os.truncate(file, positions[4])
+    assert len(list(datastore.rows(directory))) < 7
+    assert attempts.Attempt.at(directory).exit_code == 0
     with WandbServer() as server:
         done = send(tmp_path, server.environment, directory)
         assert [row["row"] for row in server.run("run-0").rows] == list(range(7))
-    assert f"sent {directory}: W&B has the 7 rows" in done.output
+    assert f"sent {directory}: 7 rows of run run-0" in done.output
 
 
 def test_a_directory_of_runs_means_all_runs_below_it(tmp_path):
@@ -146,7 +145,7 @@ def test_a_directory_of_runs_means_all_runs_below_it(tmp_path):
         assert server.run("run-0").requests == requests
     assert (by_link.returncode, done.returncode, again.returncode) == (0, 0, 0), by_link.output + done.output
     for directory, rows in zip(directories, (5, 7), strict=True):
-        assert f"sent {directory}: W&B has the {rows} rows" in by_link.output
+        assert f"sent {directory}: {rows} rows of run " in by_link.output
     assert [f"sent {path.relative_to(job)} as run {path.name[-1]}" in done.output for path in kept] == [True, True]
     assert "outputs has nothing that is not sent yet: looked at the 4 runs below it" in again.output
     assert (missing.returncode, missing.output) == (1, "cannot send: output is not a directory\n")
@@ -233,8 +232,8 @@ def test_a_value_that_trackio_does_not_take_costs_no_other_value_of_a_kept_row(t
 @pytest.mark.full
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
     directories = offline_runs(tmp_path, 5, 7)
-    monkeypatch.chdir(tmp_path)  # wandb sync writes its log there
-    monkeypatch.setattr(wandb_files, "_CONFIRMED_S", 2.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sender, "_CONFIRMED_S", 2.0)
     with WandbServer(late=(1000.0, 0.0)) as server:  # which looks as a service that has dropped the rows
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)

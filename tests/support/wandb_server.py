@@ -128,7 +128,7 @@ class WandbServer(LoopbackServer):
         with self._changing():
             run = self._store.get(key)
             if run is not None:
-                run.files = {**run.files, name: content}
+                run.take_file(name, content)
 
     def uploaded_to_artifact(self, artifact: str, name: str, content: bytes) -> None:
         """Take one uploaded file of an artifact that was created, and is not committed yet."""

@@ -113,6 +113,7 @@ class RecordedRun:
     requests: int = 0
     clients: frozenset[str] = frozenset()
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    _uploaded_at: dict[str, str] = field(default_factory=dict, repr=False)
     artifacts: list[str] = field(default_factory=list)
     committed: dict[str, dict[str, bytes]] = field(default_factory=dict, repr=False)
     versions: dict[str, RecordedArtifact] = field(default_factory=dict, repr=False)
@@ -187,6 +188,15 @@ class RecordedRun:
         if given.get("host") and not is_late:
             self.state, self._preempting = "running", False
         self._note()
+
+    def take_file(self, name: str, content: bytes) -> None:
+        """Take an uploaded file."""
+        self.files = {**self.files, name: content}
+        self._uploaded_at[name] = _now()
+
+    def uploaded_at(self, name: str) -> str:
+        """When a file was uploaded."""
+        return self._uploaded_at[name]
 
     def stream(self, posted: Mapping[str, Any], client: str) -> None:
         """Take the body of a filestream request, from the shared-mode writer `client` or from a default one: ""."""
@@ -729,7 +739,7 @@ class Operations:
             "directUrl": url,
             "sizeBytes": str(len(content)),
             "mimetype": mimetypes.guess_type(name)[0] or "",
-            "updatedAt": run.created_at,
+            "updatedAt": run.uploaded_at(name),
             "md5": base64.b64encode(hashlib.md5(content).digest()).decode(),
         }
 

@@ -19,7 +19,7 @@ from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
 from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer, RowPath
 from flyteplugins_tracking.trackers.wandb import outbox
-from flyteplugins_tracking.trackers.wandb.send import in_order, label_in
+from flyteplugins_tracking.trackers.wandb.attempts import in_order, label_in
 
 
 class OneWriter(Tracker):
@@ -175,7 +175,7 @@ def test_values_of_two_threads_that_wait_for_a_row_are_both_in_it(monkeypatch):
 
 def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():
     pytest.importorskip("wandb")
-    taken = Counter(number for _ in range(20) for number in itertools.islice(outbox.row_numbers({}), 3))
+    taken = Counter(number for _ in range(20) for number in itertools.islice(outbox.row_numbers(), 3))
     assert max(taken.values()) == 1
     assert all(int(float(number)) == number and number < 2**53 for number in taken)
 

@@ -21,7 +21,7 @@ from flyteplugins_tracking._commands import send
 from flyteplugins_tracking._commands import watch as watching
 from flyteplugins_tracking._commands.watch import WatchedRun, Watcher
 from flyteplugins_tracking.trackers.journal import Journal
-from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb import attempts, vendor
 
 COMMAND = [sys.executable, "-m", "flyteplugins_tracking", "send", "--watch", "--until-done", "--interval", "0.2"]
 
@@ -35,7 +35,7 @@ def sent(monkeypatch) -> list[Path]:
         if run.is_written:
             return ""
         for path in run.directories:
-            outbox.mark_synced(path)
+            attempts.mark_synced(path)
         sent.extend(run.directories)
         return "is sent"
 

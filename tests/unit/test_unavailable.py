@@ -13,7 +13,7 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers import Tracker
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.trackio.run import is_outage
-from flyteplugins_tracking.trackers.wandb import drop_empty_variables
+from flyteplugins_tracking.trackers.wandb.names import drop_empty_variables
 
 
 class Refuses(Tracker):

@@ -20,7 +20,7 @@ from wandb_files import read_runs
 
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, tracking_init
 from flyteplugins_tracking.trackers import vendor_parts
-from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb import attempts, datastore, roles, vendor
 
 ROOM = Path(inspect.getfile(vendor)).parent
 
@@ -136,7 +136,7 @@ def test_a_run_whose_wandb_core_has_died_is_not_returned_by_the_next_init(tmp_pa
 
 def test_a_role_says_if_w_and_b_does_not_tell_whether_its_run_has_ended(monkeypatch, caplog):
     monkeypatch.setitem(vendor.keys, "http://127.0.0.1:9", "k" * 40)
-    roles.end_again(outbox.Place("http://127.0.0.1:9", "e", "p", "r"), "eval", 0.5)
+    roles.end_again(attempts.Place("http://127.0.0.1:9", "e", "p", "r"), "eval", 0.5)
     assert "run r may be shown as running if its owner has ended it" in caplog.text
     assert vendor.restart_service()
 

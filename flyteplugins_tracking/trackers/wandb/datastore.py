@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ _warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _DAMAGED, _FULL, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3, 4
+_heads: dict[Path, tuple[Any, Row]] = {}
 
 
 class Row(NamedTuple):
@@ -59,6 +61,36 @@ def rows(directory: Path) -> Iterator[Row]:
             return
 
 
+def last_rows(directory: Path) -> list[Row]:
+    """Return the rows near the end of a directory's file: none only if it has none."""
+    file = file_in(directory)
+    block, back = (0 if file is None else _last_block(file)), 1
+    while file is not None:
+        parsed = map(vendor.parse_record, records(file, block))
+        found = [row_of(record) for kind, record in parsed if kind == "history"]
+        if found or not block:
+            return found
+        block, back = max(0, block - back), 2 * back
+    return []
+
+
+def _last_block(file: Path) -> int:
+    """Return the last block but one."""
+    return max(0, file.stat().st_size // _BLOCK - 1)
+
+
+def position_before(file: Path, step: int) -> int:
+    """Return a place in a file from which on its rows are read that have this step, or a higher one; and one before."""
+    block, back = _last_block(file), 1
+    while step > 0 and block > 0:
+        parsed = map(vendor.parse_record, records(file, block))
+        first = next((record for kind, record in parsed if kind == "history"), None)
+        if first is not None and row_of(first).step < step:
+            return block * _BLOCK
+        block, back = block - back, 2 * back
+    return 0
+
+
 def saved_files(directory: Path) -> list[str]:
     """Return the names of the files that were saved for the run, also of those of rows. They are below "files"."""
     file = file_in(directory)
@@ -76,8 +108,7 @@ def artifacts(directory: Path) -> Iterator[bytes]:
 def exit_code(directory: Path) -> int | None:
     """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
     file = file_in(directory)
-    blocks = file.stat().st_size // _BLOCK if file is not None else 0
-    parsed = map(vendor.parse_record, records(file, max(0, blocks - 1))) if file is not None else ()
+    parsed = map(vendor.parse_record, records(file, _last_block(file))) if file is not None else ()
     return next((int(record.exit_code) for kind, record in parsed if kind == "exit"), None)
 
 
@@ -87,17 +118,32 @@ def description(directory: Path) -> Any:
     Raises:
         TrackerUnavailableError: It is damaged, or another user's.
     """
-    file, kinds = file_in(directory), []
+    file = file_in(directory)
     if file is None and any(directory.glob("*.wandb")):
         text = f"{directory} was not sent: its .wandb file is not a file of this user"
         raise TrackerUnavailableError(text, is_outage=False)
-    for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
-        kinds.append(kind)
-        if kind == "run":
-            return record
-    if "history" in kinds:
+    described, first = (None, None) if file is None else _head(file)
+    if described is None and first is not None:
         raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
-    return None
+    return described
+
+
+def first_row(directory: Path) -> Row | None:
+    """Return the first row of a directory's file; None if there is none."""
+    file = file_in(directory)
+    return None if file is None else _head(file)[1]
+
+
+def _head(file: Path) -> tuple[Any, Row | None]:
+    """Return the record with which the run was opened, and the first row. What a file begins with stays as it is."""
+    described = first = None
+    for kind, record in map(vendor.parse_record, records(file)) if file not in _heads else ():
+        described = record if kind == "run" and described is None else described
+        first = row_of(record) if kind == "history" and first is None else first
+        if described is not None and first is not None:
+            _heads[file] = described, first
+            break
+    return _heads.get(file, (described, first))
 
 
 def started_at(directory: Path) -> float | None:
@@ -157,10 +203,11 @@ def _fragments(path: Path, position: int, is_written: bool) -> Iterator[tuple[in
         file.seek(position)
         while data := file.read(_BLOCK - position % _BLOCK):
             start, left = 0, _BLOCK - position % _BLOCK - len(data)
+            is_end = os.fstat(file.fileno()).st_size <= position + len(data)  # a block before it is written completely
             while start + _FRAGMENT.size <= len(data):  # behind that, there is padding
                 kind, fragment = _fragment_at(data, start)
                 end = start + _FRAGMENT.size + len(fragment)
-                if not kind and is_written:
+                if not kind and is_written and is_end:
                     return
                 if not kind:
                     # Its length may be damaged too: then the next block is the next place where a fragment begins.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.vendor import Progress
 
 _NOTHING = Progress(0, 0, (), False)
@@ -19,7 +20,7 @@ class Upload:
     """The upload at a run's end. wandb-core does it, and tells how far it is."""
 
     def __init__(self, run: Any, limit: EndLimit) -> None:
-        self._run, self._limit, self._place = run, limit, outbox.Place.of(run)
+        self._run, self._limit, self._place = run, limit, Place.of(run)
         self._last, self._most = _NOTHING, 0
         limit.left = self._left
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import client
-from flyteplugins_tracking.trackers.wandb import forced_run_id, inactive, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id, inactive
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
 logger = logging.getLogger(__name__)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flyteplugins_tracking.trackers.wandb.run import WandbHandle
+from typing import Any
 
 
 class LateRows:
@@ -16,7 +13,8 @@ class LateRows:
     step is in a column. A run without such rows has the steps and columns that it is given.
     """
 
-    def __init__(self, handle: WandbHandle, column: str) -> None:
+    def __init__(self, handle: Any, column: str) -> None:
+        """`handle` is that of the run, and `column` that of the function's own steps."""
         self._handle, self._column = handle, column
         self._last = -1  # the highest step that was given
         self._in_column: tuple[int, Any] = (-1, None)  # the last place whose step is in the column, and that step

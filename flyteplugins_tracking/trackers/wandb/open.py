@@ -24,18 +24,17 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
-from flyteplugins_tracking.trackers.wandb import (
+from flyteplugins_tracking.trackers.wandb import inner, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place, await_count, directories_of
+from flyteplugins_tracking.trackers.wandb.names import (
     HOST,
     api_of,
     check_characters,
     drop_empty_variables,
     forced_run_id,
-    inner,
-    outbox,
-    roles,
-    vendor,
 )
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
+from flyteplugins_tracking.trackers.wandb.sender import send_earlier
 from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
@@ -45,13 +44,7 @@ _DEGRADED = f"{_OFFLINE} or if_unavailable='degrade'"
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 # wandb's own values lose rows. Times are in seconds. What the user or a variable sets takes precedence.
 _SAFER_SETTINGS = {
-    # wandb's 60 is longer than the wait for a run's end, and it gives up after 20 tries: the rows would not be sent
-    # after an outage.
-    "x_file_stream_retry_wait_max_seconds": 8,
-    "x_graphql_retry_wait_max_seconds": 8,
-    "x_graphql_retry_max": 10_000,
-    "x_file_transfer_retry_wait_max_seconds": 8,
-    "x_file_transfer_retry_max": 10_000,
+    **vendor.PATIENT,
     # wandb's 15 is the time whose rows SIGKILL keeps from the local file. wandb-core outlives the process long enough
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,
@@ -202,7 +195,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         # If the user's settings have a longer timeout than our argument, the difference is added.
         settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
         if place.run_id and not request.has_other_writers:
-            outbox.await_count(directory, place.run_id, request.deadline - _COUNT_S)
+            await_count(directories_of(directory, place.run_id), request.deadline - _COUNT_S)
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
@@ -215,7 +208,10 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
             client.warn_of_changes("W&B", run.id, known.config, after)
         if request.has_other_writers:
             roles.leave_summary_to_roles(request, run)
-            roles.send_left(request, run, found)
+        sent, role = send_earlier(request, run), request.plan.role
+        if role is not None:
+            left_s = max(_COUNT_S, request.deadline - time.monotonic())
+            vars(run)[roles.NEXT_STEP] = roles.next_step(role, found, sent, left_s)
         return run
 
 
@@ -235,13 +231,13 @@ def _failing_completely(request: RunRequest, directory: Path, run_id: str) -> It
         raise
 
 
-def _place(arguments: Mapping[str, Any], settings: Any) -> outbox.Place:
+def _place(arguments: Mapping[str, Any], settings: Any) -> Place:
     """Return which run is to be opened. Its id is empty if W&B makes one."""
     entity, project = (str(arguments.get(name) or getattr(settings, name) or "") for name in ("entity", "project"))
-    return outbox.Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
+    return Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
 
 
-def _earlier(request: RunRequest, place: outbox.Place) -> Stored | None:
+def _earlier(request: RunRequest, place: Place) -> Stored | None:
     """Return what W&B has of the run of an earlier attempt, if this one has a config that may differ."""
     may_differ = _may_go_on(request) and request.plan.primary and request.config.config and place.run_id
     return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None

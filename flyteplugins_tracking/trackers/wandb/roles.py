@@ -6,7 +6,7 @@ of a Flyte task, and the jobs with `roles=` and `role=`: one owner, which the ru
 W&B gives the rows of all writers one step counter, so that a step does not tell a row. So each process numbers its
 rows, in the column `roles/NAME/row` of its role: 25 random bits, then a count. They are kept in journals until the
 process has ended its part of the run. The next attempt of the role asks which of the numbers have arrived, and logs
-the other rows again, with the same numbers.
+the other rows again, with the same numbers: see `sender`.
 
 It is not known whether W&B merges the configs, the definitions of columns and the summaries of writers, or keeps those
 of the last one. So each writer passes the config of all, and defines the columns of all roles. What must not be lost
@@ -23,46 +23,41 @@ has the owner's end too, if that came before.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
+import math
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from flyteplugins_tracking._util import threads
-from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import status_of
 from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values, roles_error
-from flyteplugins_tracking.trackers.outbox import how_to_send, pauses
+from flyteplugins_tracking.trackers.outbox import pauses
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
-from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
-from flyteplugins_tracking.trackers.wandb.datastore import Row, rows
-from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import LATE_S, Place
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 
-# The run's attributes that hold the step of a role's first row, and its `LeftRows`.
-NEXT_STEP, LEFT = "_flyteplugins_tracking_next_step", "_flyteplugins_tracking_left_rows"
+# The run's attribute that holds the step of a role's first row.
+NEXT_STEP = "_flyteplugins_tracking_next_step"
 # How long a question to W&B may take, at least, and a shorter time, in seconds.
 _ASK_S, _POLL_S = 5.0, 0.5
 # The same after an ordinary end: without an answer, W&B may show a run as running that has ended.
 _END_ASK_S = 15.0
 # The same where less time is left, and for a run with one writer; and how long it may take to end a run again.
 _SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
-# When nothing is as late as `outbox.LATE_S`, in seconds.
+# When nothing is as late as `LATE_S`, in seconds.
 _OLD_S = 12.0
-# How long the function waits for the rows that earlier attempts have left: if these come first, they are in order.
-_FIRST_S, _TICK_S = 8.0, 0.05
 
 
 def name_of(request: RunRequest) -> str:
@@ -232,7 +227,7 @@ class Writer:
         """End the run again, if the owner had ended it before this role's last rows."""
         if self._role is None or self._run.offline:
             return
-        wait_s = 0.0 if exit_code in (INTERRUPTED, TERMINATED) else outbox.LATE_S
+        wait_s = 0.0 if exit_code in (INTERRUPTED, TERMINATED) else LATE_S
         is_recent = time.monotonic() < self._opened_at + _OLD_S
         # An answer from before the opening would not have the owner's end.
         end_again(Place.of(self._run), self._role, _ask_s(exit_code), self._last_row if is_recent else None, wait_s)
@@ -329,254 +324,22 @@ def _exit_code_of_owner(found: Stored) -> int | None:
     return int(codes[-1]) if codes and states and states[-1] != "running" else None
 
 
-# What earlier attempts have left
-
-
-def column_in(attempt: AttemptOnDisk) -> str | None:
-    """Return the column with the numbers of an attempt's rows; None if they have none."""
-    headers = [journal.header.get("column") for journal in attempt.journals]
-    known = next((str(column) for column in headers if column), None)
-    if known is None and (first := next(iter(rows(attempt.directory)), None)) is not None:
-        known = next((key for key in first.values if key.startswith("roles/") and key.endswith("/row")), None)
-    return known
-
-
-class NumberedRows:
-    """The numbered rows that attempts of one writer have left on this disk.
-
-    Attributes:
-        left: The attempts.
-        since: A step of the run that it had before their first row.
-        known: The numbers of rows that W&B has: see `look`.
-    """
-
-    def __init__(self, left: Left, column: str) -> None:
-        """Read them. `column` is that of the rows' numbers."""
-        self.left = left
-        self.since = min((int(one.header.get("since") or 0) for one in left.journals), default=0)
-        self._writers = [_Writer(column, *source) for attempt in left.attempts for source in _sources(attempt)]
-        self._known: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(set[int]().union(*(writer.numbers for writer in self._writers)))
-
-    def late_s(self) -> float:
-        """Return for how long rows may still come to be found that wandb-core has sent before it ended."""
-        logs = itertools.chain.from_iterable(one.directory.rglob("debug-internal.log") for one in self.left.attempts)
-        return outbox.late_s(logs)
-
-    def look(self, arrived: Iterable[Iterable[int]]) -> None:
-        """Find out which rows W&B has.
-
-        It has what a process has logged, and what it has sent of earlier attempts, before a row of its own that it has.
-
-        Args:
-            arrived: The numbers of rows that it has, in parts, from the run's last rows back to `since`. They are read
-                until there is a row of each process.
-        """
-        known = self.known = set[int]()
-        for part in arrived:
-            known.update(part)
-            if all(writer.arrived(known) for writer in self._writers):
-                break
-        known.update(*[writer.numbers[: writer.arrived(known)] for writer in self._writers])
-
-    def lacking(self) -> Iterator[Row]:
-        """Yield the rows that W&B lacks, each once."""
-        known = set(self.known)
-        for writer in self._writers:
-            if known.issuperset(writer.numbers):
-                continue
-            for number, row in writer.numbered():
-                if number not in known:
-                    known.add(number)
-                    yield row._replace(step=-1)
-
-
-class _Writer:
-    """What one process has left: its own rows, and those of earlier attempts that it has sent again.
-
-    Attributes:
-        numbers: The numbers of all these rows, in the order in which it has logged them.
-    """
-
-    def __init__(self, column: str, rows_of: Callable[[], Iterator[Row]], own: Collection[int]) -> None:
-        """Read them.
-
-        Args:
-            column: The column of their numbers.
-            rows_of: Returns the rows.
-            own: What tells the numbers of its own rows: see `outbox.writer_of`.
-        """
-        self._column, self._rows_of = column, rows_of
-        self.numbers = [number for number, _ in self.numbered()]
-        self._own = {number: place for place, number in enumerate(self.numbers) if outbox.writer_of(number) in own}
-
-    def numbered(self) -> Iterator[tuple[int, Row]]:
-        """Yield the rows with their numbers."""
-        for row in self._rows_of():
-            number = row.values.get(self._column)
-            if isinstance(number, (int, float)):
-                yield int(number), row
-
-    def arrived(self, known: Set[int]) -> int:
-        """Return how many of the rows W&B has, from the first one on, by the numbers of rows that it has."""
-        return 1 + max((self._own[number] for number in known & self._own.keys()), default=-1)
-
-
-def _sources(attempt: AttemptOnDisk) -> Iterator[tuple[Callable[[], Iterator[Row]], Collection[int]]]:
-    """Yield what gives the rows of each process of an attempt, and which of these are its own."""
-    own = [journal.header.get(outbox.WRITER) for journal in attempt.journals]
-    if outbox.is_offline(attempt.directory):
-        yield partial(rows, attempt.directory), [one for one in own if one is not None]
-    for journal, writer in zip(attempt.journals, own, strict=True):
-        yield partial(outbox.rows_of, journal, 0), () if writer is None else (writer,)
-
-
-def numbers_at(place: Place, column: str, since: int) -> Iterator[list[int]]:
-    """Yield the numbers of a writer's rows that W&B has, in parts: see `NumberedRows.look`.
-
-    Raises:
-        TrackerUnavailableError: W&B does not say.
-    """
-    found = vendor.stored_run(place, _ASK_S)
-    if found is None:
-        raise TrackerUnavailableError(f"W&B does not say which rows it has of run {place.run_id}")
-    yield from ([int(number) for number in part] for part in found.values_backwards(column, since))
-
-
-class LeftRows:
-    """What earlier attempts of a writer have left on this disk, on its way to W&B: beside the function.
-
-    Attributes:
-        unsent: The directories with rows that W&B may lack.
-    """
-
-    def __init__(self, made: WandbOutbox, column: str, request: RunRequest) -> None:
-        """`made` is the open run's outbox. `column` is that of the rows' numbers."""
-        self._made, self._column, self._request, self._label = made, column, request, outbox.label_of(request)
-        self.unsent: list[str] = []
-        self._count = 0
-        self._stopped, self._done = threading.Event(), threading.Event()
-
-    def start(self, timeout_s: float) -> int:
-        """Begin to send it, and wait for that for a moment. Returns the role's last step in it; -1 for none."""
-        left = self._found()
-        if not left.attempts:
-            self._done.set()
-            return -1
-        last_step = max(map(outbox.last_role_step, left.journals), default=-1)
-        threading.Thread(target=self._run, name="flyteplugins_tracking.left", daemon=True).start()
-        self._done.wait(timeout_s)
-        return last_step
-
-    def finish(self, timeout_s: float, until: Callable[[], bool]) -> None:
-        """Wait until it is sent, until nothing has moved for a time, or something is so. Tells what is not sent."""
-        count, deadline = -1, 0.0
-        while not self._done.wait(_TICK_S) and not until():
-            if self._count != count:
-                count, deadline = self._count, time.monotonic() + timeout_s
-            if time.monotonic() > deadline:
-                break
-        self._stopped.set()
-        self._done.wait(_POLL_S)
-        if self.unsent:
-            text = "W&B: run %s: rows that earlier attempts had logged are not sent. To send them, run: %s"
-            own = self._made.directory.parent
-            logger.warning(text, self._made.place.run_id, how_to_send(self.unsent if self._label is None else str(own)))
-
-    def _found(self) -> Left:
-        def is_to_send(attempt: AttemptOnDisk) -> bool:
-            if not attempt.journals or not self._is_own(attempt.label) or column_in(attempt) != self._column:
-                return False
-            return not outbox.is_offline(attempt.directory) or outbox.was_automatic(attempt)
-
-        return Left(self._made.place, self._made.directory.parent, is_to_send)
-
-    def _is_own(self, label: str | None) -> bool:
-        """Whether this rank sends what a rank has left: its own, and on the primary, of ranks that the job has no more.
-
-        All ranks may have one disk.
-        """
-        info = self._request.info
-        if label is None or info is None or not self._request.plan.primary:
-            return label == self._label
-        return label == self._label or int(label.rpartition("-")[2]) >= info.world_size
-
-    def _run(self) -> None:
-        made, parent = self._made, self._made.directory.parent
-        try:
-            # Two processes may have one role, by mistake: only one of them sends what the role has left.
-            with locked(parent / f"{made.place.run_id}.{self._label or role_of(self._column)}.lock"):
-                found = NumberedRows(self._found(), self._column)
-                self.unsent = [str(attempt.directory) for attempt in found.left.attempts]
-                if not self.unsent or self._send(found):
-                    self.unsent = []
-        except Exception:  # tracker errors must not change the training's outcome
-            text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
-            logger.warning(text, made.place.run_id, parent, exc_info=True)
-        finally:
-            self._done.set()
-
-    def _send(self, found: NumberedRows) -> bool:
-        """Returns whether W&B, or this run's journal, has it all."""
-        made, waits = self._made, pauses()
-        made.keep_since(found.since)
-        pause_s = found.late_s()
-        while not self._stopped.wait(pause_s):
-            try:
-                found.look(numbers_at(made.place, self._column, found.since))
-                break
-            except Exception:
-                pause_s = next(waits)
-                logger.debug("W&B does not say which rows of run %s it has", made.place.run_id, exc_info=True)
-        count = len(made.log_rows(found.left, itertools.takewhile(self._goes_on, found.lacking())))
-        if not self._goes_on(None):
-            return False
-        made.replace(found.left)
-        if count:
-            text = "W&B: run %s: sent %d rows that earlier attempts had logged, and W&B lacked, from %s"
-            logger.warning(text, made.place.run_id, count, made.directory.parent)
-        return True
-
-    def _goes_on(self, _: Row | None) -> bool:
-        self._count += 1
-        return not self._stopped.is_set()
-
-
-def left_rows(run: Any) -> LeftRows | None:
-    """Return what is sent beside an open run; None if its rows have no numbers, or it is offline."""
-    found: LeftRows | None = vars(run).get(LEFT)
-    return found
-
-
-def send_left(request: RunRequest, run: Any, known: Stored | None) -> None:
-    """Log again what earlier attempts of this role have left on this disk, and W&B lacks.
+def next_step(role: str, known: Stored | None, sent: Mapping[str, Any], timeout_s: float) -> int:
+    """Return the step of a role's next row.
 
     Args:
-        request: The decorator's request for the run.
-        run: The open run, before its methods are guarded. It gets the step of the role's first row.
-        known: What W&B had of it before it was opened.
+        role: The role.
+        known: What W&B has of the run. Its summary may be another writer's alone.
+        sent: The last values of rows that earlier attempts have left.
+        timeout_s: How long W&B may be asked, in seconds.
     """
-    column, last_step = outbox.of(run).column, -1
-    left_s = max(_POLL_S, request.deadline - time.monotonic())
-    # Tasks that continue a run may be several on one disk: what they have left is sent by the task that calls them.
-    if column is not None and not run.offline and (request.plan.primary or outbox.label_of(request) is not None):
-        vars(run)[LEFT] = LeftRows(outbox.of(run), column, request)
-        last_step = vars(run)[LEFT].start(min(_FIRST_S, left_s))
-    if request.plan.role is not None:
-        vars(run)[NEXT_STEP] = max(1 + last_step, _next_step(request.plan.role, known, left_s))
-
-
-def _next_step(role: str, known: Stored | None, timeout_s: float) -> int:
-    """Return the step of a role's next row by what W&B has of its rows: the summary may be another writer's alone."""
-    if known is None:
-        return 0
-    last, following = (known.summary.get(name) for name in (f"{role}/step", _next_step_column(role)))
-    steps = [value + more for value, more in ((last, 1), (following, 0)) if isinstance(value, (int, float))]
+    summary = {} if known is None else known.summary
+    columns = (f"{role}/step", 1), (_next_step_column(role), 0)
+    found = [(values.get(name), more) for values in (summary, sent) for name, more in columns]
+    steps = [value + more for value, more in found if isinstance(value, (int, float)) and math.isfinite(value)]
     with suppress(Exception):  # W&B does not say
-        columns = () if steps else ((f"{role}/step", 1), (_next_step_column(role), 0))
-        for column, more in columns:
+        for column, more in columns if known is not None and not steps else ():
+            assert known is not None
             steps += [more + value for value in threads.call_within(timeout_s, known.values, column)]
     return int(max(steps, default=0))
 

@@ -28,10 +28,12 @@ from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
-from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.late import LateRows
-from flyteplugins_tracking.trackers.wandb.send import send_left
+from flyteplugins_tracking.trackers.wandb.names import HOST
+from flyteplugins_tracking.trackers.wandb.sender import close_again
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +214,6 @@ class WandbHandle(Handle):
     def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
         """Log a row. If the run has ended, keep it."""
         if os.getpid() != self._pid:  # W&B's client attaches a forked child to the run by itself
-            self._outbox.mark_forked()
             method(self.run, data, step, commit, **kwargs)
             return
 
@@ -334,7 +335,7 @@ class WandbHandle(Handle):
                 vendor.update_summary(self.run, self._path.next_row.take())
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
-            self._outbox.end(exit_code)
+            self._outbox.keep_end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
             refusal = vendor.refusal_of_rows(outbox.run_directory(self.run))
             with self._late_lock:
@@ -381,7 +382,7 @@ class WandbHandle(Handle):
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
-        self._timed_out = self.run.offline or not send_left(self.run, self._end_limit(), self._say_again)
+        self._timed_out = self.run.offline or not close_again(self.run, self._end_limit(), self._say_again)
         if self._timed_out:
             logger.warning(
                 "W&B: run %s: what was set in its config and summary after its end is lost. To send what W&B lacks of "
@@ -448,9 +449,11 @@ class WandbHandle(Handle):
             if said["summary"]:
                 vendor.update_summary(run, said["summary"])
             if said["files"]:
-                found = vendor.stored_run(outbox.Place.of(run), _ASK_S)
-                for name in list(said["files"]) if found is None else found.lacks(list(said["files"])):
-                    path = Path(said["files"][name])
+                found = vendor.stored_run(Place.of(run), _ASK_S)
+                paths = {name: Path(path) for name, path in said["files"].items()}
+                here = {name: path if path.is_file() else None for name, path in paths.items()}
+                for name in paths if found is None else found.lacks(here):
+                    path = paths[name]
                     folder = str(path.parents[len(Path(name).parts) - 1])
                     kind.save(run, glob.escape(str(path)), base_path=folder, policy="now")
         except Exception:

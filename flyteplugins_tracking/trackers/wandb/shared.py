@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -72,8 +71,6 @@ class SharedHandle(WandbHandle):
         super().log(self._log_now, self._numbered(row))
 
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:
-        if self._request.plan.role is not None:
-            self._outbox.keep_role_step(row.get(f"{self._request.plan.role}/step"))
         self._run_log(run, row)
 
     def _log_own(self, row: Mapping[str, Any]) -> int:
@@ -200,14 +197,7 @@ class SharedHandle(WandbHandle):
             if self._barrier is not None:
                 self._barrier.depart(self._request, "W&B", exit_code)
 
-    def unsent(self) -> Sequence[str]:
-        left = roles.left_rows(self.run)
-        return [*super().unsent(), *(() if left is None else left.unsent)]
-
     def _end(self, exit_code: int) -> None:
-        if (left := roles.left_rows(self.run)) is not None:
-            sigterm, is_stopped = self._request.sigterm, exit_code in (TERMINATED, INTERRUPTED)
-            left.finish(self._request.config.finish_timeout_s, until=lambda: is_stopped or sigterm.terminated)
         if self._writer is not None:
             self._writer.end(exit_code)
         super()._end(exit_code)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -20,7 +21,9 @@ import re
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from datetime import datetime
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -53,6 +56,14 @@ _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
+# How much of a file is read at once, in bytes.
+_PART = 1 << 20
+# Settings of a client that tries again for ever. wandb's 60 s between tries are longer than the wait for an end, and
+# it gives up after 20 of them: the rows would not be sent after an outage.
+PATIENT = {
+    **{f"x_{what}_retry_wait_max_seconds": 8 for what in ("file_stream", "graphql", "file_transfer")},
+    **{f"x_{what}_retry_max": 10_000 for what in ("graphql", "file_transfer")},
+}
 # The methods that end the run.
 ENDINGS = ("finish", "__exit__")
 # The functions of the module `wandb` that are methods of `wandb.run`.
@@ -188,6 +199,13 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
         current._connection = None
         return True
     return False
+
+
+def kill_service() -> None:
+    """Stop wandb-core, whatever it has open: the next run starts another. Without it, what it has open stays so."""
+    with _optional("a run that could not be opened is not sent by this process any more"):
+        session()._connection._proc._process.kill()
+        _exit_code_of(session()._connection, _ANSWER_S)
 
 
 def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit_s: float) -> None:
@@ -330,6 +348,7 @@ def was_torn_down(run: Any, timeout_s: float) -> bool:
 # What the texts of wandb's errors have: the status of an answer, what W&B says in others, and that a request was tried
 # again until the time was over.
 _STATUS = re.compile(r"returned error (\d{3})")
+_CONFLICT = re.compile(r"(?:HTTP|error) 409\b")
 _REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|forbidden", re.IGNORECASE)
 _REFUSED_ROWS = re.compile(r'"filestream: fatal error: (?:.*?: (\d{3}) )?')
 _TRIED_AGAIN = re.compile(r"while retrying|giving up after|timed out|deadline", re.IGNORECASE)
@@ -349,6 +368,11 @@ def is_outage(error: BaseException) -> bool:
     if _TRIED_AGAIN.search(text) or any(isinstance(one, (TimeoutError, ConnectionError)) for one in causes(error)):
         return True
     return not isinstance(error, wandb.errors.CommError) and not _REFUSED.search(text)
+
+
+def is_deleted(error: BaseException) -> bool:
+    """Whether W&B refuses to open a run that was deleted. Its client repeats that request until the time is over."""
+    return bool(_CONFLICT.search(str(error)))
 
 
 def is_own_run(directory: Path) -> bool:
@@ -709,13 +733,20 @@ class KeptArtifact(NamedTuple):
         record = importlib.import_module("wandb.proto.wandb_internal_pb2").ArtifactRecord()
         record.ParseFromString(data)
         manifest, copies = record.manifest, Path(_staging_directory())
-        is_whole = not manifest.manifest_file_path  # which lists the files of an artifact with many
-        manifest.manifest_file_path = ""
+        is_whole = True
+        if manifest.manifest_file_path:  # it lists the files of an artifact with many. wandb-core removes it first
+            listing = copies / "artifact_manifests" / Path(manifest.manifest_file_path).name
+            is_whole, manifest.manifest_file_path = is_own_file(listing), str(listing)
         for entry in manifest.contents:
             if entry.local_path and not is_own_file(copies / Path(entry.local_path).name):
                 is_whole = False
             entry.local_path = entry.local_path and str(copies / Path(entry.local_path).name)
         return cls(record.name, record, is_whole)
+
+    @property
+    def has_listing(self) -> bool:
+        """Whether a file lists its files, which wandb-core removes before it sends these."""
+        return bool(self.record.manifest.manifest_file_path)
 
     def send(self, run: Any) -> Any:
         """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
@@ -783,9 +814,9 @@ class Stored(NamedTuple):
         found = self.run.scan_history(keys=["_timestamp"], min_step=step, max_step=step + 1)
         return next((row["_timestamp"] for row in found), None)
 
-    def times(self, since: int = 0) -> set[float]:
-        """Return when the rows from a step on were logged: that tells rows apart, whatever their steps are."""
-        return set(chain.from_iterable(self.values_backwards("_timestamp", since)))
+    def times(self, since: int = 0) -> Iterator[float]:
+        """Yield when the rows from a step on were logged: that tells rows apart, whatever their steps are."""
+        return chain.from_iterable(self.values_backwards("_timestamp", since))
 
     def values(self, column: str, *beside: str) -> list[Any]:
         """Return values of a column in the order of their steps: at most 500, with the last one.
@@ -797,11 +828,17 @@ class Stored(NamedTuple):
         rows = self.run.history(keys=[column, *beside], samples=_SAMPLES, pandas=False)
         return [row[column] for row in sorted(rows, key=lambda row: int(row["_step"]))]
 
-    def lacks(self, names: list[str]) -> list[str]:
-        """Return which of these files it has not got."""
+    def lacks(self, files: Mapping[str, Path | None], *, has_later: bool = False) -> list[str]:
+        """Return which of these files it has not got, or with other bytes.
+
+        Args:
+            files: Where each file is on this disk, by its name; None if it is not there any more.
+            has_later: Whether a later attempt has logged since: then its file stays if that is the newer one.
+        """
+        names = list(files)
         parts = [names[start : start + _SAMPLES] for start in range(0, len(names), _SAMPLES)]
-        found = {file.name for part in parts for file in self.run.files(part, per_page=_SAMPLES)}
-        return [name for name in names if name not in found]
+        found = {file.name: file for part in parts for file in self.run.files(part, per_page=_SAMPLES)}
+        return [name for name, path in files.items() if name not in found or _differs(found[name], path, has_later)]
 
     def values_backwards(self, column: str, since: int) -> Iterator[list[Any]]:
         """Yield the values of a column in the last rows of the run, then in those before them, back to a step.
@@ -816,6 +853,19 @@ class Stored(NamedTuple):
             )
             yield [row[column] for row in found]
             end, size = begin, 8 * size
+
+
+def _differs(stored: Any, path: Path | None, has_later: bool) -> bool:
+    """Whether a file at the service has other bytes than one here. A service may not say which bytes it has."""
+    if path is None or not stored.md5:
+        return False
+    if has_later and datetime.fromisoformat(f"{stored.updated_at[:19]}+00:00").timestamp() > path.stat().st_mtime:
+        return False
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            digest.update(part)
+    return bool(stored.md5 != b64encode(digest.digest()).decode())
 
 
 class Reader:

@@ -1,0 +1,1104 @@
+"""The sender of W&B's rows: it gives an open run what attempts have left on this disk, and W&B lacks.
+
+Four call it: the next attempt, before the function's first row; the close of a run whose wandb-core has died, or whose
+function logs on after its end; `send`; and `send --watch`, which keeps the run open.
+
+What W&B has, one of two ways tells. If one process writes a run, W&B has the steps below its next one. If several do,
+rows have numbers (see `roles`), and since the rows of one process arrive in their order, the last number that W&B has
+tells that it has all before. If others have taken steps meanwhile, as an attempt on another disk, the times of W&B's
+rows tell which are there: the others come behind, with their own steps in a column.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flyteplugins_tracking._job.failure import FAILURE_KEYS
+from flyteplugins_tracking._util.files import own_file_in, own_text, replace_whole
+from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.text import first_line, listed, without_credentials
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.client import RESTART_COUNT
+from flyteplugins_tracking.trackers.config import OWNER
+from flyteplugins_tracking.trackers.ending import EndLimit
+from flyteplugins_tracking.trackers.journal import Journal, encode, require_all_sent
+from flyteplugins_tracking.trackers.outbox import how_to_send, pauses, require_server
+from flyteplugins_tracking.trackers.wandb import attempts, datastore, outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, Reading, label_in
+from flyteplugins_tracking.trackers.wandb.datastore import Row
+from flyteplugins_tracking.trackers.wandb.ending import Upload
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id
+
+logger = logging.getLogger(__name__)
+
+# The records beside rows that are sent as they are. Of the first ones W&B keeps the last, of the second ones all. In a
+# shared run, those of the third kind are the primary's. Saved files and artifacts are sent at the end.
+_REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw", "alert")
+_OF_PRIMARY = ("environment", *_ADDING[:-1])
+# W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
+_SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
+# How many rows are sent at once: wandb-core has them in memory.
+_MOST = 20_000
+# How long W&B may take to count the rows of an earlier sender, in seconds.
+_COUNTED_S = 15.0
+# How long W&B may take to say that it has everything, and how often it is asked, in seconds. It counts 2 to 4 s late.
+_CONFIRMED_S, _POLL_S = 30.0, 0.5
+# How long wandb-core may take to close a run that it does not end, to end one whose sending has failed, and to read
+# what earlier attempts have left, in seconds.
+_LET_GO_S, _CUT_S, _READ_S = 5.0, 1.0, 60.0
+# How often wandb-core may die before what it was sending is given up.
+_DEATHS = 2
+# How often W&B is asked which rows it has. If none of those that it lacks arrives meanwhile, the run is opened again:
+# the first time after the second time here. Then each time after twice as long, up to the third one.
+_ASKED_S, _STALLED_S, _LONGEST_STALLED_S = 15.0, 30.0, 600.0
+# After how long it is said that an end takes long, in seconds.
+_LONG_S = 30.0
+# What wandb-core says of a run whose id it has open: it opens each once, so one writer of a run is live at a time.
+_IN_USE = "is in use"
+# The exit codes of a run's states.
+STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
+# The errors of a wandb-core that dies while it starts.
+_OF_SERVICE = "wandb.sdk.lib.service"
+# The runs that this process could not open: wandb-core has their ids open since. And why W&B has refused those that
+# were deleted.
+_unopened: set[Place] = set()
+_deleted: dict[Place, str] = {}
+# The file of a `LaterEnd`, and its most bytes.
+_LATER, _LONGEST_LATER = "flyteplugins-tracking-later.json", 1 << 24
+
+
+@dataclass
+class _Read:
+    """How far an attempt is read.
+
+    Attributes:
+        column: The column with the numbers of its rows; None if they have steps.
+        base: The run's step of its step 0; None before its first row is sent.
+        known: How many rows W&B has with a number or a time, if steps do not tell: see `_key`.
+        described: With which arguments the run was opened, as the last record says.
+        is_ended: Whether its process has ended.
+        is_done: Whether all was read, too.
+        rows: How many of its rows were sent.
+        keys: What tells them, if a later attempt may have logged them again.
+        has_later: Whether one may.
+        is_last: Whether there is no later one.
+    """
+
+    column: str | None
+    base: int | None
+    reading: Reading
+    known: Counter[float] = field(default_factory=Counter)
+    described: dict[str, Any] | None = None
+    is_ended: bool = False
+    is_done: bool = False
+    rows: int = 0
+    keys: list[float] = field(default_factory=list)
+    has_later: bool = False
+    is_last: bool = False
+
+
+class Sender:
+    """Gives an open run what attempts lack at W&B. It does not know whose run that is.
+
+    Attributes:
+        place: The run.
+        rows: How many rows were sent.
+        values: The last values of their columns.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        place: Place,
+        found: vendor.Stored | None,
+        later: LaterEnd | None = None,
+        *,
+        is_shared: bool = False,
+        is_whole: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            run: The open run; None to ask which rows it lacks.
+            place: Where it is.
+            found: What W&B had of it before it was opened; None for nothing.
+            later: How a later attempt has left it.
+            is_shared: Whether it is open in W&B's shared mode.
+            is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
+        """
+        self.place, self.rows, self.values = place, 0, dict[str, Any]()
+        self._run, self._kind, self._found, self._is_whole = run, type(run), found, is_whole
+        self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
+        self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
+        self._is_shared, self._is_defined, self._has_said = is_shared, False, False
+        self._later, self._reads = later, dict[Path, _Read]()
+        self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
+        self._media: list[Path] = []
+        self._columns: set[str] = set()  # those of rows
+        self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
+        self._set: Any = None  # the last record of a summary, which is not sent yet
+
+    @classmethod
+    def open(cls, directories: Sequence[Path], close: Close | None = None) -> Sender:
+        """Open the run to send what attempts have left.
+
+        Args:
+            directories: Those of the attempts in their order, and of the ranks that share the run.
+            close: If this process has logged the run, how it is closed.
+
+        Raises:
+            TrackerUnavailableError: W&B cannot be used, or the run is not there yet that another writer makes.
+        """
+        primary = [path for path in directories if not label_in(path)] or directories
+        first = next((path for path in primary if datastore.description(path) is not None), primary[0])
+        described, attempt, label = datastore.description(first), Attempt.at(first), label_in(first)
+        place, column, later = close.place if close else place_of(attempt, described), attempt.column, None
+        of_id = attempts.directories_of(first.parent, place.run_id)
+        vendor.drop_unusable_service()
+        attempts.await_count(of_id, time.monotonic() + _COUNTED_S if close is None else close.limit.until)
+        found = vendor.Reader(place).stored()
+        if close is None:
+            require_unwritten(None if column else found, of_id)
+            later = LaterEnd.of(list(map(Attempt.at, directories)), found, column) if not label else None
+        # A run that has ended is shown as running again when a rank's rows are sent: it is ended again.
+        ended, settings = None if found is None else STATES.get(found.state), _settings(described, later, close)
+        if column is not None:
+            # One client for all ranks: wandb-core opens a run once. Their rows' numbers tell them apart.
+            ends_run = roles.role_of(column) == OWNER and (not label or ended is not None)
+            settings |= roles.shared_settings(label or roles.role_of(column), ends_run=ends_run)
+        is_new = found is None or (column is None and attempt.is_offline and later is None)
+        arguments = datastore.arguments_of(described) if described is not None and is_new and close is None else {}
+        run = _open(place, arguments, first, settings)
+        made = cls(run, place, found, later, is_shared=column is not None, is_whole=close is None)
+        if close is not None:
+            close.opened(run)
+        return made
+
+    def send(self, directories: Sequence[Path], *, is_written: bool = False) -> int:
+        """Send what is new, or a part of it. Returns how many rows it was.
+
+        Args:
+            directories: Those of the attempts, in their order.
+            is_written: Whether a process may still write the last one.
+        """
+        count = 0
+        for directory in directories:
+            read = self._reads.get(directory) or self._begin(directory)
+            if read.is_done:
+                continue
+            is_last = directory == directories[-1] or read.column is not None
+            # Those that are watched are offline: such an attempt does not log the rows of earlier ones.
+            read.is_last = directory == directories[-1]
+            read.has_later = not (read.is_last or is_written)
+            is_ended = not is_written or not (is_last or Attempt.at(directory).is_open())
+            if is_ended and not read.is_ended:  # what its process has kept at last
+                read.reading.attempt, read.is_ended = Attempt.at(directory), True
+            count += self._log(read, islice(self._lacking(read, is_written=not is_ended), _MOST))
+            if count >= _MOST or not (is_ended or is_last):  # a later attempt's rows come behind all of an earlier one
+                break
+            read.is_done = is_ended
+            self._sent.update(read.keys)
+            if is_written:
+                read.known.clear()  # what is new from here on, W&B lacks
+        self.rows += count
+        return count
+
+    def lacking(self, directories: Sequence[Path]) -> Iterator[Row]:
+        """Yield the rows of attempts that W&B lacks, and send none."""
+        for directory in directories:
+            read = self._begin(directory)
+            read.has_later = directory != directories[-1]
+            yield from self._lacking(read, is_written=False)
+            self._sent.update(read.keys)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
+        return isinstance(error, vendor.service_gone(self._run, error))
+
+    def count(self) -> tuple[int, bool]:
+        """Return how far W&B is with the run, and whether it lacks rows that it was handed.
+
+        Raises:
+            TrackerUnavailableError: It does not say.
+        """
+        found = self._reader.stored()
+        if self._is_shared:
+            count, wanted = (0 if found is None else found.rows), self._rows_before + self.rows
+        else:
+            count, wanted = (0 if found is None else found.last_step + 1), self._next
+        return count, count < wanted
+
+    def let_go(self) -> None:
+        """Leave the run as it is: another process writes it, its files are not here any more, or it cannot be sent."""
+        if not vendor.is_finished(self._run):
+            vendor.let_go(self._run, _LET_GO_S)
+
+    def finish(self, directories: Sequence[Path], close: Close | None = None, *, has_files: bool = True) -> int | None:
+        """Send the rest, and end the run, as a failure if its process was killed before it could tell its exit code.
+
+        Args:
+            directories: Those of the attempts, in their order.
+            close: If this process has logged the run, how it is closed.
+            has_files: Whether files and artifacts are sent too. Those that are not count as lacking.
+
+        Returns:
+            The run's exit code; None if another writer ends it.
+
+        Raises:
+            TrackerUnavailableError: W&B lacks something.
+        """
+        sizes = [attempts.file_size(path) for path in directories]
+        try:
+            while self.send(directories):
+                pass
+            left = [self._reads[path].reading.attempt for path in directories]
+            files = Files(self.place, left)
+            exit_code = self._end(left, files, close, has_files=has_files)
+        except BaseException:
+            self.let_go()
+            raise
+        for attempt, size in zip(left, sizes, strict=True):
+            attempt.mark_sent(size)
+        if self._later is not None:
+            self._later.path.unlink(missing_ok=True)
+        of_id = attempts.directories_of(directories[0].parent, self.place.run_id)
+        of_run = (path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0]))
+        for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
+            shutil.rmtree(folder, ignore_errors=True)
+        if (role := _role_in(left[-1].column)) != OWNER:
+            roles.end_again(self.place, role)
+        files.require_sent(directories[-1], waits=close is None)
+        return exit_code
+
+    def _end(self, left: Sequence[Attempt], files: Files, close: Close | None, *, has_files: bool) -> int | None:
+        run = self._run
+        vendor.forward_summary(run, self._summary.values())
+        files.ask(vendor.stored_run(self.place), has_later=self._later is not None)
+        files.send(run, has_files)
+        exit_code = self._exit_code(left)
+        if self._later is not None:
+            self._later.restore(run)
+        elif exit_code == 0 and not self._is_shared:
+            vendor.forget(run, FAILURE_KEYS)
+        if close is not None:
+            close.say_again(run)
+        if close is None:
+            _of_run(left[-1], self.place)  # an attempt may have begun meanwhile
+        if exit_code == TERMINATED:
+            run.mark_preempting()
+        began = time.monotonic()
+        vendor.finish_while(lambda: self._waits(began), run, lambda: run.finish(exit_code=exit_code or 0))
+        if refusal := vendor.refusal_of_rows(outbox.run_directory(run)):
+            raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {refusal}")
+        self._require_arrived(left)
+        return exit_code
+
+    def _waits(self, began: float) -> bool:
+        """Say once that W&B takes long. It is waited for: the close of a run stops it in time, or a user."""
+        if not self._has_said and time.monotonic() > began + _LONG_S:
+            self._has_said = True
+            text = (
+                "W&B: run %s: W&B has not taken everything after %.0f s. This goes on, and may be stopped and repeated"
+            )
+            logger.warning(text, self.place.run_id, _LONG_S)
+        return True
+
+    # Which rows W&B lacks
+
+    def _begin(self, directory: Path) -> _Read:
+        """Look which rows of an attempt W&B has."""
+        attempt, found = Attempt.at(directory), self._found
+        column, base = attempt.column, attempt.base
+        is_part = base is not None and not self._is_whole
+        read = _Read(column, base, Reading(attempt, self._next - (base or 0) if is_part and column is None else 0))
+        self._reads[directory] = read
+        of_run = self._media or attempts.directories_of(directory.parent, self.place.run_id)
+        self._media = list(dict.fromkeys([directory, *of_run]))
+        if found is None:
+            return read
+        if column is not None:
+            read.known = self._arrived(attempt, column, found)
+        elif (first := next(attempt.rows(), None)) and self._others_have_taken(attempt, base, first, found):
+            since = 0 if base is None else first.step + base
+            read.known, read.base, read.reading = Counter(found.times(since)), None, Reading(attempt)
+        return read
+
+    def _others_have_taken(self, attempt: Attempt, base: int | None, first: Row, found: vendor.Stored) -> bool:
+        """Whether another attempt has logged since this one was begun, or sent: then W&B's steps do not tell."""
+        if found.last_at is None or base is None:
+            return found.last_at is not None and found.last_at >= first.time
+        last = attempt.last_below(self._next - base)
+        return last is not None and found.last_at != last.time and found.time_at(last.step + base) != last.time
+
+    def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Counter[float]:
+        """Return the keys of the rows that W&B has, as far back as those of an attempt may be."""
+        keys, since = [_key(row, column) for row in attempt.rows()], int(attempt.header("since") or 0)
+        numbers, known = [key for key in keys if isinstance(key, int)], set[float]()
+        for part in found.values_backwards(column, since) if numbers else ():
+            known.update(map(int, part))
+            if attempts.behind(numbers, known):
+                break
+        arrived = Counter({*known, *numbers[: attempts.behind(numbers, known)]})
+        arrived.update(found.times(since) if len(numbers) < len(keys) else ())
+        return arrived
+
+    def _lacking(self, read: _Read, *, is_written: bool) -> Iterator[Row]:
+        """Yield the new rows that W&B lacks, as they are logged. What else a file has is sent on the way."""
+        attempt, passed = read.reading.attempt, list[bytes]()
+        left_out = (*(_OF_PRIMARY if label_in(attempt.directory) else ()), *(() if attempt.is_offline else _ADDING))
+        for kind, record, data in read.reading.records(is_written=is_written):
+            if kind == "history":
+                self._columns.update(record.values)
+                self._summarize()
+                if not data:  # only a journal has it: the file does not have what wandb-core has made of it
+                    self._summary = {path: item for path, item in self._summary.items() if path[0] not in record.values}
+                if (row := self._new(read, record)) is not None:
+                    self._forward(passed)
+                    yield row
+                passed.clear()  # an earlier sender has sent it, if a row behind it has arrived
+            elif kind in _ADDING and self._is_whole and kind not in left_out:
+                passed.append(data)
+            elif self._is_whole and kind not in left_out:
+                self._pass_on(read, kind, record, data)
+        self._summarize()
+        self._forward(passed)
+
+    def _new(self, read: _Read, row: Row) -> Row | None:
+        """Return a row at its step in the run; None if W&B has it."""
+        key = _key(row, read.column)
+        if key in self._sent:
+            return None
+        if read.known[key] > 0:
+            read.known[key] -= 1  # several rows may have one time
+            return None
+        if read.column is None and read.base is None:
+            read.base = read.reading.attempt.keep_base(max(0, self._next - row.step))
+        step = self._next if read.column is not None else row.step + (read.base or 0)
+        if step < self._next:
+            return None
+        if read.has_later:
+            read.keys.append(key)
+        if self._is_shared:  # W&B gives the steps
+            return row._replace(step=-1)
+        self._next = step + 1
+        return row._replace(step=step) if read.column is not None else read.reading.attempt.placed(row, step - row.step)
+
+    # What else they have
+
+    def _log(self, read: _Read, rows: Iterable[Row]) -> int:
+        """Log rows, each with its step and time. Returns how many."""
+        count, run, metric = 0, self._run, read.reading.attempt.header("step_metric")
+        for row in rows:
+            if not self._is_defined and RESTART_COUNT in row.values and metric in row.values:
+                self._is_defined = bool(self._kind.define_metric(run, "*", step_metric=metric))
+            for value in row.values.values():
+                if isinstance(value, (dict, list)):
+                    self._save_media(value)
+            outbox.log_kept(self._kind.log, run, dict(row.values), None if row.step < 0 else row.step, True)
+            self.values.update(row.values)
+            count += 1
+        read.rows += count
+        return count
+
+    def rows_of(self, directory: Path) -> int:
+        """Return how many rows of an attempt were sent."""
+        return self._reads[directory].rows
+
+    def _save_media(self, value: Any) -> None:
+        """Have the files of a value, such as an image, be uploaded with this run."""
+        if isinstance(value, str):
+            for files in (path / "files" for path in self._media) if value.startswith("media/") else ():
+                source = own_file_in(files, value)
+                if source is not None and not source.is_symlink():  # the client has copied it there
+                    save_again(self._run, self._kind, files, value)
+                    return
+        elif isinstance(value, (dict, list)):
+            for part in value.values() if isinstance(value, dict) else value:
+                self._save_media(part)
+
+    def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
+        """Send a record of a file that is no row, of which W&B keeps the last one."""
+        if kind == "run" and read.column is None:
+            self._describe(read, datastore.arguments_of(record))
+        elif kind == "preempting" and read.is_last:
+            self._run.mark_preempting()
+        elif kind == "summary":
+            self._summarize()
+            self._set = record
+        elif kind in _REPLACING:
+            vendor.forward(self._run, data)
+
+    def _describe(self, read: _Read, described: dict[str, Any]) -> None:
+        """Send the config, and what the process has changed. What it began with an earlier sender has sent.
+
+        A user may have changed that at W&B since.
+        """
+        self._run.config.update(described["config"], allow_val_change=True)
+        before, read.described = read.described, described
+        for name in ("name", "notes", "tags"):
+            is_new = read.base is None if before is None else described[name] != before[name]
+            if is_new and described[name] is not None:
+                setattr(self._run, name, described[name])
+
+    def _summarize(self) -> None:
+        """Send the summary that the function has set. That of columns, such as a minimum, wandb-core makes of the rows.
+
+        If it was given one, it would make none. So what the files have of columns is sent at the end. They have that of
+        a row before the row, whose columns are known then.
+        """
+        record, self._set = self._set, None
+        if record is None:
+            return
+        new = []
+        for item in record.update:
+            path = tuple(item.nested_key) or (item.key,)
+            if path[0] in self._columns:
+                self._summary[path] = item
+            elif not path[0].startswith("_"):
+                new.append(item)
+        vendor.forward_summary(self._run, new, record.remove)
+
+    def _forward(self, records: list[bytes]) -> None:
+        for record in records:
+            vendor.forward(self._run, record)
+        records.clear()
+
+    # The end
+
+    def _exit_code(self, left: Sequence[Attempt]) -> int | None:
+        """Return the status with which the run is to end; None if another writer ends it."""
+        ended = None if self._found is None else STATES.get(self._found.state)
+        primary = [one for one in left if not label_in(one.directory)]
+        if not primary:
+            return ended if _role_in(left[-1].column) == OWNER else None
+        last = max(primary, key=lambda one: one.last_at)
+        if self._later is not None and last.last_at > self._later.last_at:  # another attempt has logged meanwhile
+            self._later.path.unlink(missing_ok=True)
+            self._later = None
+        code = last.exit_code if self._later is None else self._later.exit_code
+        if self._later is None and last.is_incomplete:  # it has ended the run before
+            code = ended
+        return 1 if code is None else code
+
+    def _require_arrived(self, left: Sequence[Attempt]) -> None:
+        """Wait until W&B has what it was sent. Its client may have given up in an outage.
+
+        Raises:
+            TrackerUnavailableError: W&B does not have it.
+        """
+        until, wanted = time.monotonic() + _CONFIRMED_S, self._rows_before + self.rows
+        numbered = {
+            one.directory: (one, Counter(_key(row, one.column) for row in one.rows()))
+            for one in left
+            if one.column is not None
+        }
+        while True:
+            count = 0 if (found := self._reader.stored()) is None else found.rows
+            if found is not None and (self._is_shared or (found.last_step >= self._next - 1 and count >= wanted)):
+                for one, keys in list(numbered.values()):
+                    if not keys - self._arrived(one, str(one.column), found):
+                        del numbered[one.directory]
+                if not numbered:
+                    return
+            if time.monotonic() > until:
+                directory = next(iter(numbered), left[-1].directory)
+                raise TrackerUnavailableError(
+                    f"W&B has not confirmed {directory}: it counts {count} rows of run {self.place.run_id}, and should "
+                    f"count {wanted}. Keep the directory, and send it again later: {how_to_send(str(directory))}"
+                )
+            time.sleep(_POLL_S)
+
+
+def _settings(described: Any, later: LaterEnd | None, close: Close | None) -> dict[str, Any]:
+    """Return the settings of a client that sends."""
+    # W&B shows a run as running again that a client opens which says on which host it is.
+    if close is not None:
+        return {**_SETTINGS, "init_timeout": max(1.0, close.limit.left_s), "x_disable_machine_info": False}
+    host = {} if described is None or later is not None else {"host": described.host, "x_disable_machine_info": False}
+    return {**_SETTINGS, **host, "console": vendor.leave_console_alone()}
+
+
+def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings: Mapping[str, Any]) -> Any:
+    """Open a run to send what is left of it. W&B's client has its files below that directory."""
+    if place in _deleted:
+        raise TrackerUnavailableError(_deleted[place], is_outage=False)
+    folder = tempfile.mkdtemp(prefix=attempts.SENDERS.rstrip("*"), dir=directory)
+    try:
+        with vendor.opening.lock:
+            return vendor.open_to_send(place, arguments, folder, settings)
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if _IN_USE in str(error) and place not in _unopened:
+            text = f"{place.run_id} is open here for another role, node or project: this one is sent when that ends"
+            raise TrackerUnavailableError(text) from error
+        if _IN_USE in str(error):
+            _unopened.remove(place)
+            vendor.kill_service()  # what it has open is opened again
+            raise TrackerUnavailableError(f"{place.run_id} could not be opened before, and is opened again") from error
+        _unopened.add(place)
+        if vendor.is_deleted(error):
+            _deleted[place] = (
+                f"run {place.run_id} was not sent: {first_line(error)}. W&B does not take the id of a deleted run "
+                "again: use another one from now on. To send what W&B's own file has: "
+                f"wandb sync --id NEW_ID {shlex.quote(str(directory))}"
+            )
+            raise TrackerUnavailableError(_deleted[place], is_outage=False) from error
+        raise
+
+
+class Taken:
+    """Whether W&B takes what it is handed: one refusal ends wandb-core's sending for good, and it does not tell.
+
+    Attributes:
+        is_stalled: Whether it does not, since the last time that it did.
+    """
+
+    is_stalled = False
+    _rows: int | None = None
+    _ask_at = _since = 0.0
+    _limit_s = _STALLED_S
+
+    def look(self, run: Sender) -> bool:
+        """Ask W&B, now and then. Returns whether the run is to be opened again.
+
+        Raises:
+            TrackerUnavailableError: W&B does not say.
+        """
+        now = time.monotonic()
+        if not self.is_stalled and now < self._ask_at:
+            return False
+        before, self._rows = self._rows, None  # an outage is no refusal
+        self._rows, lacks = run.count()
+        self._ask_at = now + _ASKED_S
+        if not lacks or self._rows != before:
+            if not lacks or (before is not None and self._rows > before):
+                self.is_stalled, self._limit_s = False, _STALLED_S
+            self._since = now
+        if now < self._since + self._limit_s:
+            return False
+        self.is_stalled, self._since, self._limit_s = True, now, min(2 * self._limit_s, _LONGEST_STALLED_S)
+        return True
+
+
+class LaterEnd(NamedTuple):
+    """How a later attempt has left a run that gets rows of an earlier one: it is left so again.
+
+    It is in a file until all is sent: the run's state, config and summary change meanwhile.
+
+    Attributes:
+        path: The file, in the directory of the first of the earlier attempts.
+        last_at: When it has logged its last row.
+        exit_code: The status with which the run has ended.
+        config: Its config.
+        summary: Its summary.
+    """
+
+    path: Path
+    last_at: float
+    exit_code: int
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, left: Sequence[Attempt], found: vendor.Stored | None, column: str | None) -> LaterEnd | None:
+        """Return it for attempts that are sent; None if one of them is the run's last one."""
+        if found is None:
+            return None
+        path, last_at = left[0].directory / _LATER, found.last_at
+        if column is not None:  # of all its rows: what was sent from another rank's directory just now is not its last
+            last_at = max(found.values("_timestamp", column), default=None) if found.state in STATES else None
+        values = json.loads(own_text(path, _LONGEST_LATER) or "null")
+        kept = None if values is None else cls(path, **values)
+        if last_at is None or not _is_later(last_at, left) or any(one.is_open() for one in left):
+            return kept
+        if kept is not None and kept.last_at == last_at:
+            return kept
+        kept = cls(path, last_at, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
+        replace_whole(path, encode(dict(zip(cls._fields[1:], kept[1:], strict=True))))
+        return kept
+
+    def restore(self, run: Any) -> None:
+        """Give an open run its config and summary."""
+        run.config.update(self.config, allow_val_change=True)
+        vendor.forget(run, FAILURE_KEYS)
+        vendor.update_summary(run, self.summary)
+
+
+class Files:
+    """The files and artifacts of attempts that did not send everything."""
+
+    def __init__(self, place: Place, left: Sequence[Attempt]) -> None:
+        """Look for them.
+
+        Args:
+            place: The run where it is sent, which alone is asked. The server that the job knew may be another one.
+            left: The attempts.
+        """
+        self._place, self._kept = place, next((one.header("place") for one in left[::-1] if one.journals), place)
+        of_attempts = [(each, one) for each in left for one in each.artifacts()]
+        self.artifacts = list({(one.name, one.record.client_id): one for _, one in of_attempts}.values())
+        self._offline = [one for each, one in of_attempts if each.is_offline]
+        self._saved = {name: files for one in left for name, files in one.saved_files().items()}
+        self._lacking: list[vendor.KeptArtifact | str] = []
+
+    @property
+    def can_be_sent(self) -> bool:
+        """Whether this disk has one of them."""
+        return any(one.is_whole for one in self.artifacts) or any(self._paths().values())
+
+    def __bool__(self) -> bool:
+        return bool(self.artifacts or self._saved)
+
+    def ask(self, found: vendor.Stored | None, *, has_later: bool) -> None:
+        """Leave out the files that W&B has, or that a later attempt has saved again."""
+        names = list(self._saved) if found is None else found.lacks(self._paths(), has_later=has_later)
+        self._saved = {name: self._saved[name] for name in names}
+
+    def _paths(self) -> dict[str, Path | None]:
+        return {name: own_file_in(files, name) for name, files in self._saved.items()}
+
+    def leave_out_sent(self) -> None:
+        """Leave out artifacts of attempts that were online whose copies the client has removed: W&B has these."""
+        self.artifacts = [one for one in self.artifacts if one.is_whole or one.has_listing or one in self._offline]
+
+    def send(self, run: Any, is_tried: bool = True, waits: bool = True) -> None:
+        """Send them with an open run.
+
+        Args:
+            run: The run.
+            is_tried: Whether that is tried: otherwise, all count as lacking.
+            waits: Whether to wait until W&B has the artifacts.
+        """
+        kind = type(run)
+        self._lacking += [
+            name for name, files in self._saved.items() if not (is_tried and save_again(run, kind, files, name))
+        ]
+        for one in self.artifacts:  # one after the other, as they were logged: the last one of a name is the latest
+            sending = one.send(run) if is_tried and (waits or one.is_whole) else None
+            if sending is None or (waits and not vendor.was_sent(sending)):
+                self._lacking.append(one)
+
+    def keep_lacking(self, directory: Path) -> list[str]:
+        """Keep that these are not sent, and return their names."""
+        if self._lacking:
+            keep_artifacts(directory, self._kept, [one for one in self._lacking if not isinstance(one, str)])
+        return [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
+
+    def require_sent(self, directory: Path, *, waits: bool = True) -> None:
+        """Keep the artifacts that could not be sent, so that it is said again.
+
+        Raises:
+            TrackerUnavailableError: W&B does not have everything.
+        """
+        self._lacking += self._not_taken() if waits else []
+        if names := self.keep_lacking(directory):
+            raise TrackerUnavailableError(
+                f"{directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are not on "
+                "this disk, or W&B does not take them. Log them again, or remove the directory to give them up"
+            )
+
+    def _not_taken(self) -> list[str]:
+        """Return the files that were sent just now, and that W&B has not got."""
+        sent = {name: path for name, path in self._paths().items() if name not in self._lacking}
+        names, until = list(sent), time.monotonic() + _CONFIRMED_S
+        while names and ((found := vendor.stored_run(self._place)) is None or (names := found.lacks(sent))):
+            if time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+        return names
+
+
+def save_again(run: Any, kind: Any, files: Path, name: str) -> bool:
+    """Have a file that an attempt has saved be uploaded with this run. Returns False if this disk lacks it."""
+    path = own_file_in(files, name)
+    if path is not None:
+        kind.save(run, glob.escape(str(path)), base_path=str(files), policy="now")
+    return path is not None
+
+
+def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.KeptArtifact]) -> None:
+    """Keep artifacts that could not be sent in a directory, and that it has something which could not be sent."""
+    journal = Journal(directory, f"artifacts-{secrets.token_hex(3)}", {"place": place, "is_incomplete": True})
+    journal.make()
+    for one in artifacts:
+        journal.add(attempts.record_of_artifact(one.record.SerializeToString()))
+    journal.close()
+
+
+# The next attempt
+
+
+def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
+    """Log what earlier attempts have left, before the function's first row. Returns the last values of its columns.
+
+    It stays on this disk until this run has ended, or a later attempt finds that W&B has it. If several processes write
+    the run, a rank sends what its own rank has left, and the primary that of ranks which the job has no more.
+    """
+    made, values = outbox.of(run), dict[str, Any]()
+    # Tasks that continue a run may be several on one disk: what they have left is sent by the task that calls them.
+    speaks = made.column is None or request.plan.primary or outbox.label_of(request) is not None
+    if run.offline or not speaks or not made.is_kept:
+        return values
+    parent, run_id, left = made.directory.parent, made.place.run_id, list[Attempt]()
+    try:
+        left = [one for one in attempts.attempts_of(parent, made.place) if _is_to_send(one, made, request)]
+        left.sort(key=lambda one: one.is_offline)
+        # Two processes may have one role, by mistake: only one of them sends what the role has left.
+        if left and (made.column is None or made.hold(_lock(parent, run_id, outbox.label_of(request), made.column))):
+            values = _send_before(made, left, run, _found(made, request, left))
+    except Exception:  # tracker errors must not change the training's outcome
+        text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
+        command = how_to_send([str(one.directory) for one in left] or str(parent))
+        logger.warning(text, run_id, command, exc_info=True)
+    made.first_step = made.next_step or made.first_step
+    return values
+
+
+def _is_to_send(attempt: Attempt, made: outbox.WandbOutbox, request: RunRequest) -> bool:
+    is_left = attempt.journals and attempt.directory != made.directory and not attempt.is_incomplete
+    if not is_left or attempt.is_open() or (attempt.is_offline and not attempt.was_automatic):
+        return False
+    label, info = attempt.header("label"), request.info
+    if made.column is None or (attempt.column is None and request.plan.ends_run):
+        return True
+    is_gone = label is not None and info is not None and int(label.rpartition("-")[2]) >= info.world_size
+    is_own = label == outbox.label_of(request) or (is_gone and request.plan.primary)
+    return is_own and attempt.column == made.column
+
+
+def _lock(parent: Path, run_id: str, label: str | None, column: str | None) -> RunLock | None:
+    """Lock what a writer of a run has left in the directories here: two processes might send a row twice."""
+    return RunLock.of_any_file(parent / f"{run_id}.{label or _role_in(column)}.lock")
+
+
+def _found(made: outbox.WandbOutbox, request: RunRequest, left: Sequence[Attempt]) -> vendor.Stored | None:
+    """Return what W&B has of the run. The numbers of rows are asked for as long as the run may be opened.
+
+    Raises:
+        TrackerUnavailableError: W&B does not say. Steps alone do not tell whether others have logged meanwhile.
+    """
+    waits = pauses()
+    if made.column is not None:  # or else it was waited for before the run was opened
+        attempts.await_count([one.directory for one in left], request.deadline)
+    while True:
+        try:
+            return vendor.Reader(made.place).stored()
+        except TrackerUnavailableError:
+            if made.column is None or time.monotonic() > request.deadline:
+                raise
+            time.sleep(next(waits))
+
+
+def _send_before(
+    made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, found: vendor.Stored | None
+) -> dict[str, Any]:
+    directories, run_id = [one.directory for one in left], made.place.run_id
+    sender, files = Sender(run, made.place, found, is_shared=made.column is not None), Files(made.place, left)
+    with made.paused():  # it is kept where it is
+        while sender.send(directories):
+            pass
+        if sender.rows:
+            # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
+            # a child's new row must not overtake these.
+            vendor.flush(run, _READ_S)
+        files.ask(found, has_later=_is_later(None if found is None else found.last_at, left))
+        files.leave_out_sent()
+        files.send(run, waits=False)
+    if sender.rows:
+        text = "W&B: run %s: sent %d rows that earlier attempts had logged, and W&B lacked, from %s"
+        logger.warning(text, run_id, sender.rows, made.directory.parent)
+    if names := [one.name for one in files.artifacts if one.is_whole]:
+        logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", run_id, ", ".join(names))
+    if names := files.keep_lacking(directories[-1]):
+        text = "W&B: run %s: files that were logged before are not on this disk any more. Log them again: %s"
+        logger.warning(text, run_id, ", ".join(names))
+    made.earlier = [path for path in directories if files or sender.rows_of(path)]
+    for one in left:
+        if one.directory not in made.earlier:  # W&B has all of it
+            one.mark_sent()
+    return sender.values
+
+
+# The close of a run, in the process that has logged it
+
+
+class Close:
+    """How the close of a run goes on with another wandb-core: how long it may take, and what is said then.
+
+    Attributes:
+        place: Where the run is.
+        run: The run as it is opened to send what is left; None before that.
+        say_again: Called with that run, behind the rows.
+    """
+
+    def __init__(self, place: Place, limit: EndLimit, say_again: Callable[[Any], object]) -> None:
+        self.run: Any = None
+        self.place, self.limit, self.say_again = place, limit, say_again
+        self._upload: Upload | None = None
+
+    def lasts(self) -> bool:
+        """Whether there is time left."""
+        return self.limit.lasts() if self._upload is None else self._upload.lasts()
+
+    def opened(self, run: Any) -> None:
+        """Take note of the run."""
+        self.run, self._upload = run, Upload(run, self.limit)
+
+
+def close_again(run: Any, limit: EndLimit, say_again: Callable[[Any], object]) -> bool:
+    """Have another wandb-core send what this process has kept of its run, and end it with the status in its journal.
+
+    Args:
+        run: The run, which has ended, or whose wandb-core has died.
+        limit: How long that may take.
+        say_again: Called with the run as it is opened once more, behind the rows.
+
+    Returns:
+        Whether W&B has everything.
+    """
+    made, is_done = outbox.of(run), False
+    if not made.is_kept:
+        return False
+    close = Close(made.place, limit, say_again)
+
+    def send_all() -> None:
+        alone = nullcontext() if made.is_locked else _alone(Attempt.at(made.directory), run.id)
+        with alone, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
+            _send_all([*made.earlier, made.directory], close)
+
+    try:
+        vendor.finish_while(close.lasts, run, send_all)
+        is_done = True
+    except TimeoutError:
+        logger.warning("W&B: run %s was not sent completely: %s", run.id, limit.why)
+    except TrackerUnavailableError as error:
+        logger.warning("W&B: run %s was not sent completely: %s", run.id, error)
+    except Exception:  # tracker errors must not change the training's outcome
+        logger.warning("W&B: run %s was not sent completely", run.id, exc_info=True)
+    finally:
+        if not is_done and close.run is not None:
+            vendor.set_finished(close.run)
+            vendor.restart_service(_CUT_S)
+    return is_done
+
+
+def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender:
+    """Open the run, send what these lack, and end it.
+
+    Another wandb-core goes on if one dies. What may kill each one is left out at last: files and artifacts.
+    """
+    deaths = 0
+    while True:
+        sender = None
+        try:
+            sender = Sender.open(directories, close)
+            sender.finish(directories, close, has_files=deaths < _DEATHS)
+            return sender
+        except Exception as error:
+            # Before the run is open, it is asked for by way of wandb-core too: W&B does not say that this has died.
+            is_away = close is not None and sender is None and close.lasts() and getattr(error, "is_outage", False)
+            deaths += not is_away
+            is_death = type(error).__module__.startswith(_OF_SERVICE) or (sender is not None and sender.is_lost(error))
+            if not (is_death or is_away) or deaths > _DEATHS:
+                raise
+            logger.warning("W&B: what is left in %s is sent once more: %s", directories[-1], first_line(error))
+            time.sleep(_POLL_S)
+
+
+# The command
+
+
+def send(directory: Path, together: Collection[Path] = ()) -> str:
+    """Send a directory, with those of attempts of its run beside it that were online, whose rows come before its own.
+
+    Args:
+        directory: The directory.
+        together: The directories that are sent by the same command.
+
+    Returns:
+        What W&B has of it now, in words.
+
+    Raises:
+        TrackerUnavailableError: It was not sent, or W&B has not confirmed that it has it; or a process is writing it.
+    """
+    size, described, attempt = attempts.file_size(directory), datastore.description(directory), Attempt.at(directory)
+    vendor.drop_unusable_service()  # W&B is asked by way of it too
+    if attempt.is_open():
+        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
+    is_known = described is not None or (attempt.journals and not attempt.is_offline)
+    if not is_known and not any(True for _ in attempt.rows()):
+        attempt.mark_sent(size)
+        require_all_sent(directory)
+        return f"{directory} has no rows: its process was killed while it opened the run"
+    if not (attempt.journals or attempts.is_unsent(directory)):
+        require_all_sent(directory)
+        return f"{directory} has nothing that is not sent yet"
+    if not os.access(directory, os.W_OK):
+        text = f"{directory} cannot be written, and it must note what is sent: a read-only file system, or permissions"
+        raise TrackerUnavailableError(text, is_outage=False)
+    # The journals have the server that was set up where it was logged, which may be another one.
+    place = place_of(attempt, described)
+    if not attempt.is_offline:
+        require_server(directory, "WANDB_BASE_URL", place.server, vendor.session().settings.base_url)
+    left = _with_online(attempt, place)
+    if attempt.is_offline and left[1:]:  # those that were online have steps in the run already
+        send(left[0].directory)
+        left = [attempt]
+    found = vendor.Reader(place).stored()
+    if found is None and attempt.column is not None:
+        _require_owner(directory, place.run_id, together)
+    text = f"W&B has all of {directory}: run {place.run_id}"
+    if not _has_all(place, left, found):
+        with _alone(attempt, place.run_id):
+            sender = _send_all([one.directory for one in left])
+        text = f"sent {directory}: {sender.rows} rows of run {place.run_id}"
+    require_all_sent(directory)
+    return text
+
+
+def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
+    """Return the attempts of the run of one that were online, in their order, and that one.
+
+    Raises:
+        TrackerUnavailableError: A process is writing the run.
+    """
+    of_run = _of_run(attempt, place)
+    if attempt.column is not None:
+        return [attempt]
+    online = [one for one in of_run if one.journals and not one.is_offline and one.column is None]
+    return online if attempt.directory in [one.directory for one in online] else [*online, attempt]
+
+
+def _of_run(attempt: Attempt, place: Place) -> list[Attempt]:
+    """Return the attempts of a run that are beside one.
+
+    Raises:
+        TrackerUnavailableError: A process is writing the run, which this one's end must not be that of. An owner's end
+            is not a role's. But a writer without numbers is alone in its run.
+    """
+    of_run = attempts.attempts_of(attempt.directory.parent, place)
+    if any(one.is_open() and (attempt.column is None or one.column in (None, attempt.column)) for one in of_run):
+        raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
+    return of_run
+
+
+@contextmanager
+def _alone(attempt: Attempt, run_id: str) -> Iterator[None]:
+    """Keep other processes from sending what this writer has left.
+
+    Raises:
+        TrackerUnavailableError: One does.
+    """
+    lock = _lock(attempt.directory.parent, run_id, attempt.header("label"), attempt.column)
+    if lock is None:
+        raise TrackerUnavailableError(f"another process sends what is left of run {run_id} here: wait for its end")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None) -> bool:
+    """Whether W&B has everything of attempts. Then the run, which has ended, is not opened.
+
+    Raises:
+        TrackerUnavailableError: It lacks a file or an artifact that is not on this disk any more.
+    """
+    is_ended = found is not None and found.state in STATES and found.state != "crashed"  # that is W&B's guess
+    if found is None or not is_ended or any(attempts.is_unsent(one.directory) for one in left):
+        return False
+    directories, files = [one.directory for one in left], Files(place, left)
+    files.ask(found, has_later=_is_later(found.last_at, left))
+    if files.can_be_sent or any(True for _ in Sender(None, place, found).lacking(directories)):
+        return False
+    files.send(None, is_tried=False)
+    for one in left:
+        one.mark_sent()
+    files.require_sent(directories[-1])
+    return True
+
+
+def _require_owner(directory: Path, run_id: str, together: Collection[Path]) -> None:
+    """Refuse what has joined a run that W&B does not have yet, unless its primary is sent by the same command.
+
+    Raises:
+        TrackerUnavailableError: It is so.
+    """
+    is_rank, label = attempts.is_rank(directory), label_in(directory)
+    of_run = [path for path in together if attempts.run_id_of(path) == run_id]
+    if not label or (is_rank and not all(map(label_in, of_run))):
+        return
+    part, other = ("this rank", "job's primary rank") if is_rank else (f"role {label!r}", "job with roles=[...]")
+    raise TrackerUnavailableError(
+        f"{directory} was not sent: W&B has no run {run_id}, which {part} has joined. Send the directory of the "
+        f"{other} first"
+    )
+
+
+def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Path]) -> None:
+    """Refuse a run that a process elsewhere has open: one of both would overwrite the other's rows.
+
+    A run that is "running", and whose last row is of an attempt on this disk, was killed here.
+
+    Args:
+        found: What W&B has of the run.
+        of_run: The directories of the run on this disk.
+
+    Raises:
+        TrackerUnavailableError: A process elsewhere may have it open.
+    """
+    if found is None or found.state != "running" or found.last_at is None:
+        return
+    here = (Attempt.at(path) for path in of_run if not attempts.may_be_written(path))
+    if not any(one.has_logged_at(found.last_at, found.last_step) for one in here):
+        raise TrackerUnavailableError(
+            f"W&B shows run {found.run.id} as running, with rows that no ended process has logged here: what is sent "
+            "now could take the place of rows. Send it when that process has ended: W&B shows a killed one as crashed "
+            "after some minutes"
+        )
+
+
+def place_of(attempt: Attempt, described: Any) -> Place:
+    """Return which run it is where it is sent: that of an offline one is at the server that is set up here.
+
+    Args:
+        attempt: The attempt.
+        described: The record with which the run was opened, if there is one.
+    """
+    kept = attempt.header("place")
+    if kept is not None and not attempt.is_offline:
+        return Place(*kept)
+    of_run = described or Place(*kept)
+    return Place(without_credentials(vendor.session().settings.base_url), of_run.entity, of_run.project, of_run.run_id)
+
+
+def _is_later(last_at: float | None, left: Sequence[Attempt]) -> bool:
+    """Whether others have logged the last row of a run, since these attempts have."""
+    return last_at is not None and last_at > max(one.last_at for one in left)
+
+
+def _role_in(column: str | None) -> str:
+    return OWNER if column is None else roles.role_of(column)
+
+
+def _key(row: Row, column: str | None) -> float:
+    """Return what tells a row from others: its number, or else its time, as of one of TensorBoard or a forked child."""
+    number = row.values.get(column or "")
+    return int(number) if isinstance(number, (int, float)) else row.time

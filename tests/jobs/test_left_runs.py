@@ -1,0 +1,491 @@
+"""What killed attempts of W&B have left: as W&B would have got it, once, and with its end, whoever sends it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import jobs
+from support.kills import kill_process, kill_with_children
+from support.loopback import Fault
+from support.waiting import wait_until
+from support.wandb_server import WandbServer
+from support.wandb_store import RecordedRun
+
+SEND = [sys.executable, "-m", "flyteplugins_tracking", "send", "wandb"]
+PROGRAM = str(jobs.PROGRAMS / "left_by_wandb.py")
+TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=2")
+
+
+def log(
+    directory: Path,
+    server: WandbServer,
+    what: str,
+    end: str,
+    number: int = 0,
+    env: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = (sys.executable,),
+    ranks: int = 1,
+    arrived: int = 0,
+) -> str:
+    """Run an attempt. One that is killed is killed with its wandb-core, when so many of its rows have arrived.
+
+    By default, nothing but its start is sent.
+    """
+    command = [*launcher, PROGRAM, what, end, str(number)]
+    process = jobs.start(
+        command, directory, {**server.environment, "TORCHELASTIC_RESTART_COUNT": str(number), **(env or {})}
+    )
+    if end == "kill":
+        wait_until(lambda: len(list(directory.glob(f"logged-{number}-*"))) == ranks, process)
+        server.wait_for(lambda: not arrived or len(server.run("run").rows) >= arrived)
+        kill_with_children(process.pid)
+    return jobs.finish(process, directory).output
+
+
+def send(directory: Path, server: WandbServer, returncode: int = 0) -> str:
+    done = jobs.run(SEND, directory, server.environment)
+    assert done.returncode == returncode, done.output
+    return done.output
+
+
+def watch_until_done(directory: Path, server: WandbServer, returncode: int = 0) -> str:
+    watching = [*SEND[:-1], "--watch", "--until-done", "--interval", "0.2", "--killed-after", "2", "wandb"]
+    done = jobs.run(watching, directory, server.environment)
+    assert done.returncode == returncode, done.output
+    return done.output
+
+
+def cores_at(port: int) -> set[int]:
+    """The ids of the wandb-cores that have a connection to a server."""
+    cores = [one for one in psutil.process_iter(["name"]) if "wandb-core" in (one.info["name"] or "")]
+    found = set()
+    for core in cores:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            found |= {core.pid for one in core.net_connections() if one.raddr and one.raddr.port == port}
+    return found
+
+
+def numbers(run: RecordedRun) -> list[int]:
+    return sorted(int(row["row"]) for row in run.rows if "row" in row)
+
+
+def expected(*attempts: int) -> list[int]:
+    return [1000 * number + place for number in attempts for place in range(10)]
+
+
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "axis", "kill")
+        send(tmp_path, server) if by == "send" else log(tmp_path, server, "nothing", "return", 1)
+        run = server.run("run")
+        assert numbers(run) == expected(0)
+        losses = [row for row in run.rows if "loss" in row]
+        assert [row["train/global_step"] for row in losses] == [5 * place for place in range(10)]
+
+
+@pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.full)])
+def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
+    with WandbServer() as server:
+        log(tmp_path, server, "tail", "kill", env={"WANDB_MODE": mode})
+        send(tmp_path, server)
+        run = server.run("run")
+        assert numbers(run) == expected(0)
+        assert run.summary["row"] == 9
+        assert run.summary["least"] in (2, {"min": 2})
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "tensorboard", "kill", env={"WANDB_MODE": mode})
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1)
+        output = send(tmp_path, server)
+        assert numbers(server.run("run")) == expected(*((0, 1) if by == "next" else (0,))), output
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("what", ["nothing", "summary", pytest.param("artifact", marks=pytest.mark.full)])
+def test_a_run_that_was_killed_before_its_first_row_is_ended(tmp_path, what):
+    with WandbServer() as server:
+        log(tmp_path, server, what, "kill")
+        assert server.run("run").state == "running"
+        send(tmp_path, server)
+        run = server.run("run")
+        assert run.state == "failed"
+        assert run.summary.get("accuracy") == (0.5 if what == "summary" else None)
+        assert run.committed.keys() == ({"weights"} if what == "artifact" else set())
+        assert "nothing that is not sent yet" in send(tmp_path, server)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("modes", [("shared", "auto"), ("auto", "shared"), ("shared", "shared")])
+def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_path, modes):
+    """Each rank of a shared attempt has the same rows."""
+    with WandbServer() as server:
+        first, second = modes
+        for number, (mode, end) in enumerate(((first, "kill"), (second, "return"))):
+            launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
+            log(tmp_path, server, "rows", end, number, {"RUN_MODE": mode}, launcher, ranks)
+        output = send(tmp_path, server)
+        wanted = [row for number, mode in enumerate(modes) for row in expected(number) * (1 + (mode == "shared"))]
+        assert numbers(server.run("run")) == sorted(wanted), output
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(wanted)
+
+
+@pytest.mark.parametrize("by", ["next", pytest.param("send", marks=pytest.mark.full)])
+def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_path, by):
+    """W&B's answers are seconds old: they do not have these rows yet."""
+    env = {"RUN_MODE": "shared", "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.2"}
+    with WandbServer(old=5.5) as server:
+        log(tmp_path, server, "rows", "kill", 0, env, TORCHRUN, 2, arrived=20)
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1, env, TORCHRUN, 2)
+        else:
+            send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0, *([1] if by == "next" else [])) * 2)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["send", "next", "watch"])
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "forked", "kill", 0, {"RUN_MODE": "shared", "WANDB_MODE": mode}, TORCHRUN, 2)
+        wanted = [*expected(0) * 2, *(row + 500 for row in expected(0))]
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1, {"RUN_MODE": "shared"}, TORCHRUN, 2)
+            wanted += expected(1) * 2
+        if by == "watch":
+            watch_until_done(tmp_path, server)
+        for _ in range(2):
+            output = send(tmp_path, server)
+            assert numbers(server.run("run")) == sorted(wanted), output
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["send", "next", "watch"])
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_rows_of_one_time_are_all_sent(tmp_path, mode, by):
+    """Behind those of an attempt on another disk, so that steps do not tell which rows have arrived."""
+    with WandbServer() as server:
+        log(tmp_path, server, "simultaneous", "kill", 0, {"WANDB_MODE": mode})
+        if by != "next":
+            (tmp_path / "other").mkdir()
+            log(tmp_path / "other", server, "rows", "return", 1)
+        else:
+            log(tmp_path, server, "rows", "return", 1)
+        if by == "watch":
+            watch_until_done(tmp_path, server)
+        for _ in range(2):
+            output = send(tmp_path, server)
+            assert numbers(server.run("run")) == expected(0, 1), output
+
+
+def test_a_second_send_does_not_end_a_run_again_for_a_file_that_is_gone(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "saved", "raise", env={"WANDB_MODE": "offline"})
+        for path in (*tmp_path.rglob("saved-0.txt"),):
+            path.unlink()
+        log(tmp_path, server, "rows", "return", 1)
+        for _ in range(2):
+            assert "saved-0.txt" in send(tmp_path, server, returncode=1)
+            assert server.run("run").state == "finished"
+            assert numbers(server.run("run")) == expected(0, 1)
+
+
+@pytest.mark.parametrize("by", ["next", pytest.param("send", marks=pytest.mark.full)])
+def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")):
+            env = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.2"}
+            process = jobs.start([sys.executable, PROGRAM, "files", "kill"], tmp_path, {**server.environment, **env})
+            server.wait_for(lambda: server.runs and len(server.run("run").rows) == 10)
+            wait_until(lambda: (tmp_path / "logged-0-0").exists(), process)
+            kill_with_children(process.pid)
+            jobs.finish(process, tmp_path)
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1)
+        else:
+            send(tmp_path, server)
+        run = server.run("run")
+        assert numbers(run) == expected(0) if by == "send" else expected(0, 1)
+        assert "saved.txt" in run.files
+        assert len([name for name in run.files if name.startswith("media/html")]) == 3
+
+
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+def test_a_file_that_is_saved_again_under_its_name_is_sent(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "resaved", "return", 0)
+        with server.failing(Fault.mute(only="upload")):
+            log(tmp_path, server, "resaved", "kill", 1, {"WANDB_MODE": mode})
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 0"
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 2)
+        if (mode, by) != ("online", "next"):
+            send(tmp_path, server)
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
+@pytest.mark.full
+def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "resaved", "kill", 0, {"WANDB_MODE": "offline"})
+        time.sleep(2)  # the service tells the second of an upload
+        log(tmp_path, server, "resaved", "return", 1)
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == expected(0, 1)
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
+@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
+    launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "kill", 0, {"RUN_MODE": "shared"}, TORCHRUN, 2)
+        command, restarted = [*launcher, PROGRAM, "rows", "wait", "1"], {"TORCHELASTIC_RESTART_COUNT": "1"}
+        later = jobs.start(command, tmp_path, {**server.environment, **restarted, "RUN_MODE": mode})
+        wait_until(lambda: len(list(tmp_path.glob("logged-1-*"))) == ranks, later)
+        assert "a process is writing to run run" in send(tmp_path, server, returncode=1)
+        assert server.run("run").exit_codes == []
+        (tmp_path / "go").touch()
+        jobs.finish(later, tmp_path)
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0) * 2 + expected(1) * ranks)
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
+    launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "kill", 0, {"RUN_MODE": mode}, launcher, ranks)
+        both = [jobs.start(SEND, tmp_path, server.environment) for _ in range(2)]
+        outputs = [jobs.finish(one, tmp_path).output for one in both]
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0) * ranks), outputs
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("status", [403, 400])
+def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path, status):
+    with WandbServer() as server:
+        with server.failing(Fault.status(status, only="filestream")):
+            output = log(tmp_path, server, "dead", "return")
+        assert "was not sent completely" in output
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == [*expected(0), 10]
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["send", "watch"])
+def test_alerts_of_an_offline_run_are_sent(tmp_path, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "alert", "return", 0, {"WANDB_MODE": "offline"})
+        send(tmp_path, server) if by == "send" else watch_until_done(tmp_path, server)
+        assert server.run("run").alerts == [("title", "of attempt 0", "INFO")]
+
+
+@pytest.mark.parametrize("by", ["send", pytest.param("watch", marks=pytest.mark.full)])
+def test_a_run_that_was_deleted_is_named_and_keeps_no_other_from_being_sent(tmp_path, by):
+    """W&B answers 409, which its client repeats."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "return", 0, {"WANDB_MODE": "offline"})
+        log(tmp_path, server, "rows", "return", 1, {"WANDB_MODE": "offline", "RUN": "other"})
+        answers = server.graphql
+
+        def refuse(posted: dict[str, Any]) -> tuple[int, Any]:
+            is_opened = posted.get("operationName") == "UpsertBucket" and posted["variables"]["name"] == "run"
+            text = "run run was previously created and deleted; try a new run name"
+            return (409, {"errors": [{"message": text}]}) if is_opened else answers(posted)
+
+        server.graphql = refuse
+        short = {"WANDB_INIT_TIMEOUT": "5"}
+        watching = [*SEND[:-1], "--watch", "--until-done", "--interval", "0.2", "--killed-after", "2", "wandb"]
+        done = jobs.run(SEND if by == "send" else watching, tmp_path, {**server.environment, **short})
+        assert done.returncode == 1
+        assert "was previously created and deleted" in done.output
+        assert "another one" in done.output
+        (run,) = server.runs
+        assert (run.id, numbers(run), run.state) == ("other", expected(1), "finished")
+
+
+@pytest.mark.full
+def test_a_watched_run_that_an_outage_keeps_from_being_opened_is_sent_after_it(tmp_path):
+    """wandb-core has its id open since the opening has failed."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "return", 0, {"WANDB_MODE": "offline"})
+        answers, asked = server.graphql, list[float]()
+
+        def fail(posted: dict[str, Any]) -> tuple[int, Any]:
+            is_opened = posted.get("operationName") == "UpsertBucket"
+            asked.extend([time.monotonic()] if is_opened else [])
+            is_away = is_opened and time.monotonic() < asked[0] + 8
+            return (503, {"errors": [{"message": "away"}]}) if is_away else answers(posted)
+
+        server.graphql = fail
+        watching = [*SEND[:-1], "--watch", "--until-done", "--interval", "1", "--killed-after", "2", "wandb"]
+        done = jobs.run(watching, tmp_path, {**server.environment, "WANDB_INIT_TIMEOUT": "5"})
+        assert done.returncode == 0, done.output
+        assert "could not be opened before" in done.output
+        assert numbers(server.run("run")) == expected(0)
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.full
+def test_a_watched_run_is_preempted_by_its_last_attempt_alone(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "preempting", "kill", 0, {"WANDB_MODE": "offline"})
+        log(tmp_path, server, "rows", "raise", 1, {"WANDB_MODE": "offline"})
+        watch_until_done(tmp_path, server)
+        assert numbers(server.run("run")) == expected(0, 1)
+        assert server.run("run").state == "failed"
+
+
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+def test_an_artifact_with_many_files_is_sent_whole_or_named(tmp_path, mode):
+    env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")):
+            log(tmp_path, server, "listed", "kill", 0, {**env, "WANDB_MODE": mode})
+        listings = list((tmp_path / "data").rglob("artifact_manifests/*"))
+        assert len(listings) == (mode == "offline")  # wandb-core has removed it
+        done = jobs.run(SEND, tmp_path, {**server.environment, **env})
+        run = server.run("run")
+        assert numbers(run) == expected(0)
+        assert done.returncode == (mode == "online"), done.output
+        if mode == "online":
+            assert "artifact weights" in done.output
+            assert not run.committed
+        else:
+            assert len(run.committed["weights"]) == 3
+
+
+@pytest.mark.full
+def test_an_artifact_with_many_files_whose_listing_is_gone_is_named(tmp_path):
+    env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
+    with WandbServer() as server:
+        log(tmp_path, server, "listed", "return", 0, {**env, "WANDB_MODE": "offline"})
+        for listing in (tmp_path / "data").rglob("artifact_manifests/*"):
+            listing.unlink()
+        for _ in range(2):
+            done = jobs.run(SEND, tmp_path, {**server.environment, **env})
+            assert done.returncode == 1
+            assert "artifact weights" in done.output
+            assert not server.run("run").committed
+            assert numbers(server.run("run")) == expected(0)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("by", ["close", "next", "send"])
+def test_an_artifact_that_kills_wandb_core_each_time_costs_no_row_and_is_named(tmp_path, by):
+    """It is given up, and the run ends."""
+    with WandbServer() as server:
+        answers = server.graphql
+
+        def kill_at_artifacts(posted: dict[str, Any]) -> tuple[int, Any]:
+            if "createArtifact(" in posted["query"]:
+                for pid in cores_at(server.port):
+                    kill_process(pid)
+            return answers(posted)
+
+        server.graphql = kill_at_artifacts
+        mode = {"WANDB_MODE": "offline"} if by == "send" else {}
+        output = log(tmp_path, server, "artifact", "return", 0, mode)
+        if by == "next":
+            output += log(tmp_path, server, "rows", "return", 1)
+        if by == "send":
+            output += send(tmp_path, server, returncode=1)
+        run = server.run("run")
+        assert numbers(run) == expected(*((0, 1) if by == "next" else (0,))), output
+        assert run.state == "finished", output
+        assert "artifact weights" in output
+        server.graphql = answers
+        assert send(tmp_path, server)
+        assert server.run("run").committed.keys() == {"weights"}
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", [("offline", "kill"), pytest.param(("offline", "return"), marks=pytest.mark.wide)])
+def test_a_watcher_tells_the_end_of_the_attempt_that_logged_last(tmp_path, first):
+    """An offline attempt that was killed, then an online one that returned, then an offline one that gets SIGTERM."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", first[1], 0, {"WANDB_MODE": first[0]})
+        log(tmp_path, server, "rows", "return", 1)
+        watching = [*SEND[:-1], "--watch", "--interval", "0.2", "--killed-after", "2", "wandb"]
+        watcher = jobs.start(watching, tmp_path, server.environment)
+        try:
+            wait_until(lambda: len(numbers(server.run("run"))) == 20, watcher)
+            log(tmp_path, server, "rows", "term", 2, {"WANDB_MODE": "offline"})
+            wait_until(lambda: len(numbers(server.run("run"))) == 30, watcher)
+            wait_until(lambda: server.run("run").exit_codes[-1] == 143, watcher)
+        finally:
+            jobs.kill(watcher)
+
+
+@pytest.mark.full
+def test_a_watcher_sends_the_rows_behind_a_damaged_block_and_none_twice(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "axis", "kill", 0, {"WANDB_MODE": "offline"})
+        (directory,) = (tmp_path / "wandb").glob("offline-run-*")
+        (file,) = directory.glob("*.wandb")
+        for journal in directory.glob("*.journal.*"):
+            journal.unlink()
+        with file.open("ab") as end:
+            end.write(bytes(40_000))
+        watching = [*SEND[:-1], "--watch", "--interval", "0.2", "--killed-after", "20", "wandb"]
+        watcher = jobs.start(watching, tmp_path, server.environment)
+        try:
+            wait_until(lambda: server.runs and len(server.run("run").rows) == 20, watcher)
+            time.sleep(40)
+            assert len(server.run("run").rows) == 20
+            assert len(server.run("run").upserts) < 5
+        finally:
+            jobs.kill(watcher)
+
+
+FULL_DISK = """
+import errno, sys
+from pathlib import Path
+from flyteplugins_tracking.__main__ import main
+from flyteplugins_tracking.trackers.wandb import sender
+saves = sender.save_again
+def save_again(*args):
+    if Path("full").exists():
+        raise OSError(errno.ENOSPC, "No space left on device", "files")
+    return saves(*args)
+sender.save_again = save_again
+sys.exit(main())
+"""
+
+
+@pytest.mark.full
+def test_a_watcher_whose_disk_is_full_when_a_job_ends_ends_the_run_when_there_is_space(tmp_path):
+    (tmp_path / "full").touch()
+    with WandbServer() as server:
+        command = [sys.executable, "-c", FULL_DISK, "send", "--watch", "--interval", "0.2", "--killed-after", "2", "."]
+        watcher = jobs.start(command, tmp_path, server.environment)
+        try:
+            log(tmp_path, server, "saved", "raise", env={"WANDB_MODE": "offline"})
+            server.wait_for(lambda: server.runs and len(server.run("run").upserts) > 2, 120)
+            (tmp_path / "full").unlink()
+            wait_until(lambda: server.run("run").state == "failed", watcher)
+        finally:
+            jobs.kill(watcher)
+        assert numbers(server.run("run")) == expected(0)
+        assert "saved-0.txt" in server.run("run").files
