@@ -44,7 +44,7 @@ def test_the_names_are_those_of_both_plugins():
 
 
 def test_each_name_is_in_the_page_on_moving():
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "migrate.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "move.md").read_text()
     assert [name for name in compat.__all__ if f"`{name}" not in page and f"`@{name}" not in page] == []
 
 
