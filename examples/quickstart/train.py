@@ -4,11 +4,10 @@ from flyteplugins_tracking import get_run, tracking_init
 
 @tracking_init(project="llm", config={"lr": 3e-4})
 def train(steps: int) -> None:
-    run = get_run()  # W&B's run on rank 0, None on the other ranks
+    run = get_run()  # W&B's own run on rank 0, None on the other ranks
     for step in range(steps):
-        loss = 1 / (step + 1)
         if run is not None:
-            run.log({"loss": loss})
+            run.log({"loss": 1 / (step + 1)})
     print("no run" if run is None else f"{steps} rows in {run.project}")
 
 
