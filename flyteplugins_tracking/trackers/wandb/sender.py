@@ -435,7 +435,7 @@ class Sender:
 
     def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
-        if kind == "run" and read.column is None:
+        if kind == "run" and not label_in(read.reading.attempt.directory):
             self._describe(read, datastore.arguments_of(record))
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
