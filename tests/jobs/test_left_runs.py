@@ -292,6 +292,18 @@ def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path, st
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["shared", "auto"])
+@pytest.mark.parametrize("by", ["send", "watch"])
+def test_the_name_and_config_that_an_offline_run_has_at_last_are_sent(tmp_path, mode, by):
+    launcher = TORCHRUN if mode == "shared" else [sys.executable]
+    with WandbServer() as server:
+        log(tmp_path, server, "named", "return", 0, {"WANDB_MODE": "offline", "RUN_MODE": mode}, launcher)
+        send(tmp_path, server) if by == "send" else watch_until_done(tmp_path, server)
+        run = server.run("run")
+        assert (run.name, run.config["late"], run.exit_codes) == ("renamed", 1, [0])
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["send", "watch"])
 def test_alerts_of_an_offline_run_are_sent(tmp_path, by):
     with WandbServer() as server:

@@ -126,6 +126,14 @@ def log_alert() -> None:
     time.sleep(1)
 
 
+def log_named() -> None:
+    log_rows()
+    if os.environ.get("RANK", "0") == "0":
+        get_run().name = "renamed"
+        get_run().config["late"] = 1
+    time.sleep(1)
+
+
 def log_dead() -> None:
     """wandb-core is killed behind the rows."""
     log_rows()

@@ -177,13 +177,13 @@ class Sender:
         if close is None:
             require_unwritten(None if column else found, of_id)
             later = LaterEnd.of(list(map(Attempt.at, directories)), found, column) if not label else None
-        # A run that has ended is shown as running again when a rank's rows are sent: it is ended again.
-        ended, settings = None if found is None else STATES.get(found.state), _settings(described, later, close)
+        # Another writer ends the run, or a later attempt has: nobody would end it again.
+        settings = _settings(None if label or later is not None else described, close)
         if column is not None:
             # One client for all ranks: wandb-core opens a run once. Their rows' numbers tell them apart.
-            ends_run = roles.role_of(column) == OWNER and (not label or ended is not None)
+            ends_run = roles.role_of(column) == OWNER and not label
             settings |= roles.shared_settings(label or roles.role_of(column), ends_run=ends_run)
-        is_new = found is None or (column is None and attempt.is_offline and later is None)
+        is_new = found is None or (attempt.is_offline and later is None)
         arguments = datastore.arguments_of(described) if described is not None and is_new and close is None else {}
         run = _open(place, arguments, first, settings)
         made = cls(run, place, found, later, is_shared=column is not None, is_whole=close is None)
@@ -435,7 +435,7 @@ class Sender:
 
     def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
-        if kind == "run" and read.column is None:
+        if kind == "run" and not label_in(read.reading.attempt.directory):
             self._describe(read, datastore.arguments_of(record))
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
@@ -526,12 +526,12 @@ class Sender:
             time.sleep(_POLL_S)
 
 
-def _settings(described: Any, later: LaterEnd | None, close: Close | None) -> dict[str, Any]:
-    """Return the settings of a client that sends."""
+def _settings(described: Any, close: Close | None) -> dict[str, Any]:
+    """Return the settings of a client that sends what a process has logged that was `described` so; None: no matter."""
     # W&B shows a run as running again that a client opens which says on which host it is.
+    host = {} if described is None else {"host": described.host, "x_disable_machine_info": False}
     if close is not None:
-        return {**_SETTINGS, "init_timeout": max(1.0, close.limit.left_s), "x_disable_machine_info": False}
-    host = {} if described is None or later is not None else {"host": described.host, "x_disable_machine_info": False}
+        return {**_SETTINGS, **host, "init_timeout": max(1.0, close.limit.left_s)}
     return {**_SETTINGS, **host, "console": vendor.leave_console_alone()}
 
 

@@ -859,7 +859,8 @@ def _differs(stored: Any, path: Path | None, has_later: bool) -> bool:
     """Whether a file at the service has other bytes than one here. A service may not say which bytes it has."""
     if path is None or not stored.md5:
         return False
-    if has_later and datetime.fromisoformat(f"{stored.updated_at[:19]}+00:00").timestamp() > path.stat().st_mtime:
+    at = str(stored.updated_at or "")[:19]
+    if has_later and at and datetime.fromisoformat(f"{at}+00:00").timestamp() > path.stat().st_mtime:
         return False
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
