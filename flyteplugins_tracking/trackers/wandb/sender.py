@@ -711,8 +711,8 @@ class Files:
         if names := self.keep_lacking(directory):
             raise TrackerUnavailableError(
                 f"{directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are not on "
-                "this disk, or W&B does not take them. If the job had WANDB_DATA_DIR, set it and send again. Else log them "
-                "again, or remove the directory to give them up"
+                "this disk, or W&B does not take them. If the job had WANDB_DATA_DIR, set it and send again. Else log "
+                "them again, or remove the directory to give them up"
             )
 
     def _not_taken(self) -> list[str]:
