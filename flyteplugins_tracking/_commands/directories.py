@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flyteplugins_tracking._runs.opening import require
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file
 from flyteplugins_tracking._util.lock import RunLock, holder_of
 from flyteplugins_tracking._util.text import listed
-from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
+from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 
 # The file that says of an empty directory that its run was sent.
@@ -26,8 +28,15 @@ _LOCK = ".flyteplugins-tracking-watch"
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run, of any tracker."""
-    return wandb_files.is_run_directory(directory) or is_own_file(directory / SENT) or bool(files_in(directory))
+    """Whether a directory is that of a run, of any tracker.
+
+    Raises:
+        TrackerNotInstalledError: It is one of W&B, whose client is missing.
+    """
+    if wandb_files.is_run_directory(directory):
+        require(find_tracker("wandb"))
+        return True
+    return is_own_file(directory / SENT) or bool(files_in(directory))
 
 
 def has_unsent(directory: Path) -> bool:
@@ -76,6 +85,8 @@ def noting(away: dict[Path, str], path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         pass
+    except TrackerNotInstalledError:  # it would be said of each run
+        raise
     except Exception as error:
         away[path] = f"{path} cannot be looked at now: {type(error).__name__}: {error}"
 

@@ -19,6 +19,7 @@ from typing import cast
 
 from flyteplugins_tracking._commands.directories import SENT, Found, require_unwatched
 from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._runs.opening import require
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking._util.text import printable
@@ -231,6 +232,7 @@ def _open_run(earlier: Sequence[StoredJournal]) -> OutboxHandle:
     """
     header = earlier[0].header
     tracker = find_tracker(header["tracker"])
+    require(tracker)
     arguments = arguments_to_send(header["arguments"])
     config = TrackingConfig.from_arguments({**arguments, "tracker": header["tracker"]})
     run_id, group, is_primary = (header[name] for name in ("id", "group", "primary"))

@@ -299,7 +299,7 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
                 break
         watcher.release()
         exit_code = int(not watcher.is_all_sent)
-    except ValueError as error:
+    except (TrackingError, ValueError) as error:
         sys.stderr.write(f"cannot send: {printable(str(error))}\n")
     except Exception:
         traceback.print_exc()

@@ -396,3 +396,21 @@ def test_a_module_in_the_working_directory_is_not_run(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done
     assert not (tmp_path / "was_run").exists(), done.stderr
+
+
+WITHOUT_CLIENT = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "wandb" else find(name, *more)
+from flyteplugins_tracking.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--watch", "--until-done"]])
+def test_a_machine_without_the_client_is_told_what_to_install(tmp_path, options):
+    run = tmp_path / "wandb" / "offline-run-20260101_000000-r"
+    run.mkdir(parents=True)
+    (run / "run-r.wandb").touch()
+    done = jobs.run([sys.executable, "-c", WITHOUT_CLIENT, "send", *options, tmp_path], tmp_path)
+    assert (done.returncode, done.output) == (1, 'cannot send: pip install "flyteplugins-tracking[wandb]"\n')
