@@ -81,10 +81,10 @@ def main(arguments: list[str]) -> int:
             from flyteplugins_tracking._commands import watch
 
             watch.watch(given.directories, given.interval, given.killed_after, until_done=given.until_done)
-        found = Found(given.directories)
-        for text in chain(found.texts, _send(list(found.runs.values()))):
+        found, failed = Found(given.directories), list[str]()
+        for text in chain(found.texts, _send(list(found.runs.values()), failed)):
             sys.stdout.write(f"{printable(text)}\n")
-        if problems := [*found.away.values(), *found.left_out()]:
+        if problems := [*failed, *found.away.values(), *found.left_out()]:
             raise TrackerUnavailableError("\n".join(problems))
     except (TrackingError, ValueError, OSError) as error:
         sys.stderr.write(f"cannot send: {printable(str(error))}\n")
@@ -99,9 +99,9 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _send(paths: Sequence[Path]) -> Iterator[str]:
+def _send(paths: Sequence[Path], failed: list[str]) -> Iterator[str]:
+    """Send each run. Yields what was sent, in words, and adds what was not to `failed`."""
     of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
-    failed: list[str] = []
     others = [path for path in paths if path not in of_wandb]
     for path in [*others, *of_wandb]:
         try:
@@ -113,8 +113,6 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
         except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
-    if failed:
-        raise TrackerUnavailableError("\n".join(failed))
 
 
 def send_directory(directory: Path) -> str:

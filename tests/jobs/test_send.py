@@ -181,11 +181,12 @@ def test_a_run_that_the_bare_client_may_still_write_is_not_sent_unless_it_is_nam
     (file,) = directory.glob("*.wandb")
     file.write_bytes(file.read_bytes()[:-30])  # without its end
     with WandbServer() as server:
-        below = send(tmp_path, server.environment, "wandb")
+        below = send(tmp_path, server.environment, "wandb", "another")  # its failure does not hide what is left out
         assert server.runs == []
         named = send(tmp_path, server.environment, directory)
         assert len(server.run("run-0").rows) == 5
     assert (below.returncode, named.returncode) == (1, 0), below.output + named.output
+    assert "another is not a directory" in below.output
     assert "these runs have no end, and were written to just now: send them later, or name them" in below.output
 
 
