@@ -102,9 +102,9 @@ def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
         assert run.summary["least"] in (2, {"min": 2})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["online", "offline"])
-@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+@pytest.mark.parametrize("by", ["send", "next"])
 def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
     with WandbServer() as server:
         log(tmp_path, server, "tensorboard", "kill", env={"WANDB_MODE": mode})
@@ -144,7 +144,8 @@ def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_
         assert numbers(server.run("run")) == sorted(wanted)
 
 
-@pytest.mark.parametrize("by", ["next", pytest.param("send", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("by", ["next", "send"])
 def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_path, by):
     """W&B's answers are seconds old: they do not have these rows yet."""
     env = {"RUN_MODE": "shared", "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.2"}
@@ -193,6 +194,7 @@ def test_rows_of_one_time_are_all_sent(tmp_path, mode, by):
             assert numbers(server.run("run")) == expected(0, 1), output
 
 
+@pytest.mark.full
 def test_a_second_send_does_not_end_a_run_again_for_a_file_that_is_gone(tmp_path):
     with WandbServer() as server:
         log(tmp_path, server, "saved", "raise", env={"WANDB_MODE": "offline"})
@@ -291,7 +293,7 @@ def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path, st
         assert server.run("run").state == "finished"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["shared", "auto"])
 @pytest.mark.parametrize("by", ["send", "watch"])
 def test_the_name_and_config_that_an_offline_run_has_at_last_are_sent(tmp_path, mode, by):

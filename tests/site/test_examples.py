@@ -450,6 +450,7 @@ def test_the_files_for_a_login_node_start_a_watcher(tmp_path):
         assert f"{tmp_path} has no rows, and nothing to send" in done.output, line
 
 
+@pytest.mark.full
 def test_the_clean_up_removes_old_runs_that_were_sent(tmp_path, server):
     env = {**server.environment, **PATH}
     for _ in range(2):
