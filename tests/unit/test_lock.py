@@ -101,7 +101,7 @@ def test_the_lock_of_a_process_that_is_killed_is_free_though_what_it_has_started
     with process(hold) as pid:
         assert RunLock.acquire("a") is None
         kill(pid)
-        acquired().release()
+        acquired(timeout_s=LONG_S / 2).release()  # the forked one gives it up when it first runs
 
 
 def test_who_reads_the_file_of_a_lock_does_not_free_it(tmp_path):
