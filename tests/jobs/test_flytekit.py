@@ -171,7 +171,6 @@ def test_the_agent_of_a_pytorch_job_has_no_run(tmp_path):
     assert done.runs == []
 
 
-@pytest.mark.full
 def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     done = flyte1_pods.run("below", tmp_path, name="fabc123d")
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output

@@ -334,7 +334,6 @@ def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
     assert [path.suffix for path in directory.iterdir()] == [".txt"]  # nothing was begun
 
 
-@pytest.mark.full
 def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
     tmp_path, bare_environment, monkeypatch, capsys
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
@@ -76,6 +77,13 @@ def test_the_link_leads_to_the_sweep_and_before_it_exists_to_the_projects_sweeps
     assert page(anywhere) == "https://w.example"
     assert page(anywhere, **{CONFIG: {"project": "p", "entity": "e"}}) == "https://w.example/e/p/sweeps"
     assert page(anywhere, **{SWEEP: {"project": 3}}) == "https://w.example"
+
+
+def test_an_async_function_stays_one():
+    async def search() -> None:
+        pass
+
+    assert inspect.iscoroutinefunction(tracking_sweep(**GRID)(search))
 
 
 def test_a_flyte_2_task_stays_the_same_object_and_gains_one_link():
