@@ -379,3 +379,20 @@ def test_an_exception_without_a_text_leaves_the_function_as_it_is(recorder, is_c
         train()
     assert caught.value is error
     assert [run.exit_codes for run in recorder] == [(1,)]
+
+
+def test_a_block_is_for_one_time_and_its_generator_says_if_it_is_left(caplog):
+    tracker = RecordingTracker()
+    block = tracking_run(tracker=tracker, id="i")
+
+    def steps() -> Iterator[int]:
+        with block:
+            yield 1
+
+    left = steps()
+    next(left)
+    left.close()
+    assert [run.exit_code for run in tracker.runs] == [1]
+    assert "the generator with this block was closed before its end" in caplog.text
+    with pytest.raises(ConfigError, match="has had its block"):
+        next(steps())

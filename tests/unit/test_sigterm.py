@@ -299,6 +299,22 @@ def test_a_finally_that_lasts_is_not_interrupted(is_async):
     assert (done, tracker.runs[0].exit_codes) == (["evaluated"], [143])
 
 
+def test_a_child_that_is_terminated_a_moment_before_this_process_makes_no_failure():
+    """A launcher signals one process after the other: the end of a pipe to the child is seen first."""
+    tracker = EndsRecorder()
+    elsewhere = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+
+    @tracking_init(tracker=tracker, project=PROJECT, id="child")
+    def train() -> None:
+        elsewhere.start()
+        raise EOFError
+
+    with pytest.raises(SystemExit):
+        train()
+    elsewhere.join()
+    assert tracker.runs[0].exit_codes == [143]
+
+
 def test_a_signal_that_comes_just_before_a_wait_does_not_wait_for_its_end():
     """The program's handler is called when the main thread runs Python; a signal in another thread wakes nobody."""
     called = threading.Event()
