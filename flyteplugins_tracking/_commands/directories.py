@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,9 +35,15 @@ def is_run(directory: Path) -> bool:
         TrackerNotInstalledError: It is one of W&B, whose client is missing.
     """
     if wandb_files.is_run_directory(directory):
-        require(find_tracker("wandb"))
+        _require_wandb()
         return True
     return is_own_file(directory / SENT) or bool(files_in(directory))
+
+
+@functools.cache
+def _require_wandb() -> None:
+    """Asked once: it looks up the installed versions, and a watcher looks at each directory every few seconds."""
+    require(find_tracker("wandb"))
 
 
 def has_unsent(directory: Path) -> bool:

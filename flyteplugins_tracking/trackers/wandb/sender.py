@@ -299,7 +299,7 @@ class Sender:
             vendor.forget(run, FAILURE_KEYS)
         if close is not None:
             close.say_again(run)
-        if close is None:
+        else:
             _of_run(left[-1], self.place)  # an attempt may have begun meanwhile
         if exit_code == TERMINATED:
             run.mark_preempting()
