@@ -16,6 +16,7 @@ from support.kills import kill_with_children, moments
 from support.loopback import Fault
 from support.roles import Roles
 from support.vendors import skip_where_lost
+from support.waiting import wait_until
 from support.wandb_server import WandbServer
 
 ROLES = ["rollout-0", "rollout-1"]
@@ -95,6 +96,8 @@ def require_axes_and_configs(job):
     assert job.finish(owner).returncode == 0
     other = job.start("other", rows=1, ends="stop", arguments={"config": {"of": "other"}})
     job.wait("open-other", other)
+    # wandb-core sends a config again 5 s after a change. What it has then would replace that of roles which end before.
+    wait_until(lambda: sum('"other"' in (sent.get("config") or "") for sent in job.server.runs[0].upserts) > 1, other)
     for role in (*ROLES, "eval"):
         assert job.run(role, rows=1, arguments={"config": {"of": role}}).returncode == 0
     job.go("stop")
