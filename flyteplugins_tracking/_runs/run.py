@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -275,13 +275,11 @@ def _close_with_process() -> None:
 
 
 def release(locks: Sequence[RunLock | RunFile | None], failures: FailureReader) -> None:
-    """Let another process have the run and its file, and read no more failures."""
-    try:
-        for lock in reversed(locks):
-            if lock is not None:
-                lock.release()
-    finally:
-        failures.stop()
+    """Let another process have the run and its file, and read no more failures: each, whatever another one raises."""
+    with ExitStack() as steps:
+        steps.callback(failures.stop)
+        for lock in filter(None, locks):
+            steps.callback(lock.release)
 
 
 # What is left to do for a run that has ended: its last line and its unsent files
