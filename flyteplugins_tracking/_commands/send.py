@@ -21,7 +21,7 @@ from flyteplugins_tracking._commands.directories import SENT, Found, require_unw
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._runs.opening import require
 from flyteplugins_tracking._util.checks import check_run_id
-from flyteplugins_tracking._util.files import is_own_file, touch_own
+from flyteplugins_tracking._util.files import age_s, is_own_file, touch_own
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
@@ -151,7 +151,7 @@ def send_directory(directory: Path) -> str:
 def _may_be_written_elsewhere(journal: StoredJournal) -> bool:
     """Whether a process of another machine has just written it: its lock may not be seen here (NFS with nolock)."""
     is_here = journal.header.get("host", socket.gethostname()) == socket.gethostname()
-    if is_here or time.time() - journal.path.stat().st_mtime > _WRITTEN_S:
+    if is_here or age_s(journal.path) > _WRITTEN_S:
         return False
     return not any("exit_code" in line for line in journal.lines(also_sent=True))
 

@@ -11,12 +11,14 @@ import errno
 import fcntl
 import functools
 import logging
+import math
 import os
 import stat
 import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -223,3 +225,14 @@ def replace_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
     except OSError:  # a full disk gets its room back
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def age_s(path: Path) -> float:
+    """Return how long ago a file was written, in seconds; infinity if it is not there.
+
+    By its time, which a clock that is set, or another machine's, may have made one that is to come: that is now.
+    """
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return math.inf

@@ -17,6 +17,7 @@ from support.users import NOBODY, needs_root
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._util.files import age_s
 from flyteplugins_tracking.trackers import journal as files
 from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.journal import Journal
@@ -446,6 +447,6 @@ def test_opening_does_not_wait_without_an_attempt(tmp_path, clock):
 def test_a_log_with_a_time_that_is_to_come_is_one_of_now(tmp_path, log, clock):
     """The clock was set back since, or is another machine's."""
     os.utime(log, (clock.time() + 3600,) * 2)
-    assert attempts.age_s(log) == 0
+    assert age_s(log) == 0
     attempts.await_count(tmp_path.glob("run-*"), float("inf"))
     assert clock.now == pytest.approx(106)

@@ -30,7 +30,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_directory, is_own_file, own_text, replace_whole, touch_own
+from flyteplugins_tracking._util.files import age_s, is_own_directory, is_own_file, own_text, replace_whole, touch_own
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
@@ -479,14 +479,3 @@ def await_count(directories: Iterable[Path], deadline: float) -> None:
     logs = (log for path in directories for log in (path / _LOG, *path.glob(f"{SENDERS}/wandb/*/{_LOG}")))
     late_s = max(0.0, LATE_S - min(map(age_s, logs), default=LATE_S))
     time.sleep(max(0.0, min(late_s, deadline - time.monotonic())))
-
-
-def age_s(path: Path) -> float:
-    """Return how long ago a file was written, in seconds; for one that is not there, as long as counts matter.
-
-    By its time, which a clock that is set, or another machine's, may have made one that is to come: that is now.
-    """
-    try:
-        return max(0.0, time.time() - path.stat().st_mtime)
-    except OSError:
-        return LATE_S
