@@ -278,8 +278,9 @@ def release(locks: Sequence[RunLock | RunFile | None], failures: FailureReader) 
     """Let another process have the run and its file, and read no more failures: each, whatever another one raises."""
     with ExitStack() as steps:
         steps.callback(failures.stop)
-        for lock in filter(None, locks):
-            steps.callback(lock.release)
+        for lock in locks:
+            if lock is not None:
+                steps.callback(lock.release)
 
 
 # What is left to do for a run that has ended: its last line and its unsent files
