@@ -42,9 +42,9 @@ def python(how: str) -> list[str]:
         pytest.param("fabric", "lightning", "lightning", marks=pytest.mark.wide),
         ("spark", "pyspark", "torchelastic"),
         ("spark_driver", "pyspark", "torchelastic"),
-        ("spawn", "torch", "env"),
+        pytest.param("spawn", "torch", "env", marks=pytest.mark.wide),
         pytest.param("spawn_rank", "torch", "env_rank", marks=pytest.mark.wide),
-        ("spawn_group_outside", "torch", "process_group"),
+        pytest.param("spawn_group_outside", "torch", "process_group", marks=pytest.mark.wide),
     ],
 )
 def test_rank_0_of_the_engine_alone_has_the_run(tmp_path, how, package, launcher):
@@ -120,6 +120,7 @@ def test_the_doctor_as_a_module_of_deepspeeds_launcher(tmp_path):
     assert "usage:" not in done.output
 
 
+@pytest.mark.wide
 def test_of_two_processes_with_the_same_rank_the_second_gets_a_run_of_its_own_and_a_warning(tmp_path):
     with WandbServer() as server:
         (done,), seen = trained(tmp_path, server, python("spawn_same"))
@@ -142,6 +143,7 @@ def test_of_two_processes_with_the_same_rank_and_no_id_each_has_a_run(tmp_path):
         assert {run.id for run in server.runs} == {one["id"] for one in seen}
 
 
+@pytest.mark.wide
 def test_a_group_that_the_function_makes_itself_is_warned_of(tmp_path):
     with WandbServer() as server:
         (done,), _ = trained(tmp_path, server, python("spawn_group_inside"))

@@ -625,6 +625,17 @@ DEFAULT_TIER = frozenset(
 # For each of them, another case has the same fault: shorter, with another status, in one mode or launcher of two.
 WIDE = frozenset(
     {
+        "Flyte Elastic, fork: exception on another rank",
+        "restart after another rank's failure",
+        "elastic 1:2, the node of rank 0 dies",
+        "rows as fast as it goes, for 10 s",
+        "new: exception on another rank",
+        "exceptions on two ranks together",
+        "shared: exception on another rank",
+        "another rank's exception after its collectives are cut",
+        "SIGKILL of the writer and wandb-core, a new job",
+        "shared: SIGINT",
+        "shared: SIGTERM, and rows in `finally`",
         "two restarts",
         "server mute at the start",
         "server mute for 6 s",

@@ -55,7 +55,7 @@ def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
     assert (found.exit_codes, found.state) == ((1,), "failed")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_job_that_goes_back_keeps_all_rows_with_one_warning(tmp_path):
     settings = {"tracking": {"id": jobs.RUN_ID}, "with_step": True}
     with job(tmp_path) as started:
@@ -75,7 +75,7 @@ def test_a_job_that_goes_back_keeps_all_rows_with_one_warning(tmp_path):
     assert found.output.count("All rows are kept") == 1
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_service_that_counts_late_loses_no_row_of_a_job_that_is_started_again(tmp_path):
     settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 20}
     with WandbServer(late=(3.0, 3.0)) as server:
@@ -146,7 +146,7 @@ def test_a_send_that_is_killed_again_and_again_sends_each_row_once(tmp_path):
         assert_each_once(started.outcome(), (1, "failed"), tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_rows_of_attempts_that_were_logged_offline_follow_when_the_service_is_back(tmp_path):
     """Online, offline, offline and killed, online again: and that is killed too."""
     tracking = {"id": jobs.RUN_ID, "if_unavailable": "degrade", "init_timeout_s": 2}

@@ -197,7 +197,7 @@ def test_an_attempt_that_still_ends_when_the_next_one_has_begun_on_another_node_
         assert here.state == "finished", done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_wandb_core_that_dies_is_replaced(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job(), here.watch("--until-done")
@@ -224,7 +224,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_path):
     """wandb-core sends no row after a refusal, and says nothing."""
     with cluster(tmp_path, "wandb") as here:

@@ -178,7 +178,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert codes == {"good": (0, 1), "bad": (1, 1), "stopped": (130, 1), "again": (0, 1)}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_script_that_imports_flytekit_is_no_task(tmp_path: Path) -> None:
     script = tmp_path / "imports.py"
     script.write_text(

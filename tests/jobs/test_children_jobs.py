@@ -41,7 +41,7 @@ def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: s
     assert prefixes >= {run.id for run in done.runs if run.config["trial"] == "parent"}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @jobs.needs_mpirun
 def test_trials_of_the_ranks_of_mpirun(tmp_path: Path) -> None:
     assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, "fork", "plain"], tmp_path), ranks=2)
@@ -89,7 +89,7 @@ def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: P
     assert "was started by" not in done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_torchrun_in_a_rank_of_torchrun_has_ranks(tmp_path: Path) -> None:
     inner = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()]
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=1", "--no-python"), *inner]

@@ -54,7 +54,7 @@ def flytekit_programs(tmp_path_factory):
     return done
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @needs_flytekit
 def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit_programs):
     directory = flytekit_programs.directory
@@ -152,7 +152,7 @@ def test_download_logs_makes_the_files_an_output(tmp_path):
     assert trace.is_dir()
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @needs_flyte
 def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     from support import flyte2_pods

@@ -25,7 +25,7 @@ CONFORM = jobs.PROGRAMS / "conformance_job.py"
 
 
 # The default tier has W&B and a third party's tracker.
-OF_ALL = [pytest.param(name, marks=() if name in ("wandb", "jsonl") else pytest.mark.full) for name in BACKENDS]
+OF_ALL = [pytest.param(name, marks=() if name in ("wandb", "jsonl") else pytest.mark.wide) for name in BACKENDS]
 
 
 @pytest.fixture(scope="module", params=OF_ALL)
@@ -254,7 +254,7 @@ def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
     assert (run.status, run.ends or 1) == ("failed", 1), done.output  # of that rank, and not preempted
 
 
-@default_for("jsonl", full=("trackio",))  # of W&B: `test_unavailable_jobs.py`
+@default_for("jsonl")  # of W&B: `test_unavailable_jobs.py`
 def test_an_absent_service_raises_or_the_run_is_logged_to_files(backend, tmp_path):
     job = Job(backend, tmp_path, "missing")
     done = job.ended()

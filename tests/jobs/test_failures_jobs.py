@@ -85,7 +85,7 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
 
 
 @pytest.mark.sampled_full(1)
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.crossed
 @jobs.needs_mpirun
 @pytest.mark.parametrize(("how", "expected"), [("raise", (1, 1, "exit")), ("kill", (137, 1, "SIGKILL"))])

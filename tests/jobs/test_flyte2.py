@@ -168,7 +168,7 @@ def test_a_blocks_arguments_reach_the_children_that_are_called_in_it(pod, server
 
 
 @pytest.mark.parametrize(
-    ("module", "task"), [pytest.param(WORKERS, "parent", marks=pytest.mark.full), (MODULE, "async_parent")]
+    ("module", "task"), [pytest.param(WORKERS, "parent", marks=pytest.mark.wide), (MODULE, "async_parent")]
 )
 def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, module, task):
     done = flyte2_pods.local(task, tmp_path, module=module)
@@ -210,7 +210,7 @@ def test_a_child_that_changes_the_parents_config_gets_a_warning(pod, server):
     assert (run.group, run.name, run.tags, run.job_type, run.notes) == ("parent", "parent", ["parent"], "", "")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_child_logs_to_the_project_of_its_parents_run(server, tmp_path):
     before = len(server.runs)
     done = flyte2_pods.run("offline_parent", tmp_path, module=MODULE, children=True, **server.environment)
@@ -316,7 +316,7 @@ def test_restarted_workers_continue_the_run(pod, server):
     assert values(run.rows, "restarted_workers") == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, tasks, with_workers):
     for task, ids in [
         ("per_node", {f"r1-per_node-worker-{i}" for i in range(2)}),

@@ -64,7 +64,7 @@ def test_each_kind_of_task_has_one_run_per_call(in_process, task, calls):
         assert stored[run_id].exit_code == 0
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_elastic_workers_have_their_runs_and_the_others_none(elastic):
     seen = reports(elastic.directory)
     assert [report["run_id"] for report in seen["spawn_above"] if report["rank"] == 1] == [None]

@@ -62,7 +62,7 @@ def test_a_row_at_a_lower_step_is_kept_with_its_step_in_a_column(tmp_path):
     ]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_console_of_each_attempt_is_kept(tmp_path):
     with WandbServer() as server:
         agent = jobs.torchrun("--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1")

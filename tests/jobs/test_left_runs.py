@@ -91,7 +91,7 @@ def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, b
         assert [row["train/global_step"] for row in losses] == [5 * place for place in range(10)]
 
 
-@pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.wide)])
 def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
     with WandbServer() as server:
         log(tmp_path, server, "tail", "kill", env={"WANDB_MODE": mode})
@@ -102,6 +102,7 @@ def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
         assert run.summary["least"] in (2, {"min": 2})
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("by", ["send", "next"])
@@ -114,8 +115,8 @@ def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
         assert numbers(server.run("run")) == expected(*((0, 1) if by == "next" else (0,))), output
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("what", ["nothing", "summary", pytest.param("artifact", marks=pytest.mark.full)])
+@pytest.mark.sampled_full(1)
+@pytest.mark.parametrize("what", ["nothing", "summary", pytest.param("artifact", marks=pytest.mark.wide)])
 def test_a_run_that_was_killed_before_its_first_row_is_ended(tmp_path, what):
     with WandbServer() as server:
         log(tmp_path, server, what, "kill")
@@ -128,7 +129,7 @@ def test_a_run_that_was_killed_before_its_first_row_is_ended(tmp_path, what):
         assert "nothing that is not sent yet" in send(tmp_path, server)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("modes", [("shared", "auto"), ("auto", "shared"), ("shared", "shared")])
 def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_path, modes):
     """Each rank of a shared attempt has the same rows."""
@@ -144,6 +145,7 @@ def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_
         assert numbers(server.run("run")) == sorted(wanted)
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("by", ["next", "send"])
 def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_path, by):
@@ -158,7 +160,7 @@ def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_pat
         assert numbers(server.run("run")) == sorted(expected(0, *([1] if by == "next" else [])) * 2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("by", ["send", "next", "watch"])
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by):
@@ -175,7 +177,7 @@ def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by)
             assert numbers(server.run("run")) == sorted(wanted), output
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("by", ["send", "next", "watch"])
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_rows_of_one_time_are_all_sent(tmp_path, mode, by):
@@ -227,8 +229,8 @@ def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by
         assert len([name for name in run.files if name.startswith("media/html")]) == 3
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
-@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.wide)])
 def test_a_file_that_is_saved_again_under_its_name_is_sent(tmp_path, mode, by):
     with WandbServer() as server:
         log(tmp_path, server, "resaved", "return", 0)
@@ -242,7 +244,7 @@ def test_a_file_that_is_saved_again_under_its_name_is_sent(tmp_path, mode, by):
         assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
     with WandbServer() as server:
         log(tmp_path, server, "resaved", "kill", 0, {"WANDB_MODE": "offline"})
@@ -253,7 +255,7 @@ def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
         assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
 
 
-@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.wide)])
 def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
     launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
     with WandbServer() as server:
@@ -270,7 +272,7 @@ def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
         assert server.run("run").state == "finished"
 
 
-@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["shared", pytest.param("auto", marks=pytest.mark.wide)])
 def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
     launcher, ranks = (TORCHRUN, 2) if mode == "shared" else ([sys.executable], 1)
     with WandbServer() as server:
@@ -281,7 +283,7 @@ def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
         assert numbers(server.run("run")) == sorted(expected(0) * ranks), outputs
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("status", [403, 400])
 def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path, status):
     with WandbServer() as server:
@@ -293,6 +295,7 @@ def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path, st
         assert server.run("run").state == "finished"
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["shared", "auto"])
 @pytest.mark.parametrize("by", ["send", "watch"])
@@ -305,7 +308,7 @@ def test_the_name_and_config_that_an_offline_run_has_at_last_are_sent(tmp_path, 
         assert (run.name, run.config["late"], run.exit_codes) == ("renamed", 1, [0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("by", ["send", "watch"])
 def test_alerts_of_an_offline_run_are_sent(tmp_path, by):
     with WandbServer() as server:
@@ -370,7 +373,7 @@ def test_a_watched_run_is_preempted_by_its_last_attempt_alone(tmp_path):
         assert server.run("run").state == "failed"
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.wide)])
 def test_an_artifact_with_many_files_is_sent_whole_or_named(tmp_path, mode):
     env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
     with WandbServer() as server:
@@ -389,7 +392,7 @@ def test_an_artifact_with_many_files_is_sent_whole_or_named(tmp_path, mode):
             assert len(run.committed["weights"]) == 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_artifact_with_many_files_whose_listing_is_gone_is_named(tmp_path):
     env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
     with WandbServer() as server:
@@ -404,7 +407,7 @@ def test_an_artifact_with_many_files_whose_listing_is_gone_is_named(tmp_path):
             assert numbers(server.run("run")) == expected(0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("by", ["close", "next", "send"])
 def test_an_artifact_that_kills_wandb_core_each_time_costs_no_row_and_is_named(tmp_path, by):
     """It is given up, and the run ends."""
@@ -452,7 +455,7 @@ def test_a_watcher_tells_the_end_of_the_attempt_that_logged_last(tmp_path, first
             jobs.kill(watcher)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_watcher_sends_the_rows_behind_a_damaged_block_and_none_twice(tmp_path):
     with WandbServer() as server:
         log(tmp_path, server, "axis", "kill", 0, {"WANDB_MODE": "offline"})
@@ -488,7 +491,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_watcher_whose_disk_is_full_when_a_job_ends_ends_the_run_when_there_is_space(tmp_path):
     (tmp_path / "full").touch()
     with WandbServer() as server:

@@ -296,7 +296,7 @@ def test_a_mute_or_refusing_server_raises_in_time_and_without_the_key(tmp_path):
     assert "the-password" not in done.output + json.dumps(noted)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
     server, tmp_path, monkeypatch, bare_environment
 ):

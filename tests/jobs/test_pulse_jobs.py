@@ -84,7 +84,7 @@ def test_the_run_counts_a_rank_that_is_silent_until_it_goes_on(tmp_path):
     assert_rows_are_the_functions(run, len(run.rows))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_waits_when_the_run_ends_is_in_its_summary(tmp_path):
     done = jobs.run([sys.executable, *pulsing("alone", 400)], tmp_path, own_directory(tmp_path))
     assert done.returncode == 0, done.output

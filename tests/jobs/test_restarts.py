@@ -228,6 +228,13 @@ def restarts(job: str) -> dict[str, Restart]:
 
 # Whose launcher, platform or file another kind has.
 WIDE = {
+    "torchrun in a batch job, a requeue, a run for each rank",
+    "mp.spawn in a batch job, a requeue",
+    "a process in each pod of konduktor",
+    "torchrun in a managed job of SkyPilot, a recovery",
+    "two jobs of Slurm",
+    "two files",
+    "torchrun, its ranks after SIGKILL of rank 0",
     "torchrun on a host of SageMaker, after a spot interruption",
     "srun with RANK and WORLD_SIZE from Slurm's variables, a requeue",
     "a program by itself in a batch job, a requeue",
@@ -389,7 +396,7 @@ SCRIPTS: dict[str, Sequence[Sequence[tuple[str, str, dict[str, Any]]]]] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_trainings_of_a_batch_script_stay_apart_over_a_requeue(job: Job, script: str) -> None:
@@ -444,7 +451,7 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
 
 
 @pytest.mark.sampled_full(1)
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(
     ("tracking", "variables"),
@@ -478,7 +485,7 @@ def test_an_attempt_that_may_not_resume_has_a_run_of_its_own(job: Job) -> None:
     assert list(job.points.values()) == [Counter(("rank0", n) for n in range(ROWS))] * 2
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     """A backup by `cp -al` of what a killed job has left, which is no other training's, and a symbolic link."""
@@ -577,7 +584,7 @@ def test_calls_of_a_process_have_a_file_each_and_a_retry_ends_those_that_have_fa
     assert len({*before, *after, *run("none of two")}) == 6
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     (job.directory / "a-file").touch()
@@ -610,7 +617,7 @@ def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
     assert [output.count("run_file=") for output in outputs] == [1, 0, 1]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_what_is_no_file_stays_what_it_is_and_costs_a_warning(job: Job) -> None:
     """As root, a name in /dev could be replaced."""
@@ -673,7 +680,7 @@ def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> Non
     assert len(job.points) == 2
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job) -> None:
     """An experiment that is branched off the checkpoints of a job which still runs."""
@@ -709,7 +716,7 @@ def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
     """As Lustre without `flock`, which is not to be had here."""

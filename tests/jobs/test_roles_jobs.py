@@ -83,7 +83,7 @@ def test_a_role_is_one_writer_with_its_own_steps_config_and_reports(job):
     }
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("replaces", [pytest.param(False, marks=pytest.mark.wide), True], ids=["merged", "replaced"])
 def test_axes_and_configs_of_all_roles_hold_whoever_writes_last(tmp_path, replaces):
     """The recording server keeps the definitions of the last writer only."""
@@ -235,7 +235,7 @@ def test_several_roles_that_wait_for_their_run_all_join(job):
     assert {name: job.stored.config[name] for name in names} == {name: {"of": name} for name in names}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row(job):
     """At moments that are all over their lives; and then once more, to the end."""
     moment = random.Random(11)
@@ -552,7 +552,7 @@ def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(j
     assert job.arrived("rollout-0") == job.logged("rollout-0")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_rows_that_a_kill_has_left_are_kept_if_wandb_does_not_say_which_it_has(job):
     """The function begins all the same, and the command that is named sends them, or a later attempt does."""
     owner = killed_with_rows_left(job)
@@ -620,7 +620,7 @@ def test_a_role_logs_through_an_outage(job):
     require_each_row_once(job, "owner", "rollout-0")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_two_processes_with_one_role_lose_no_row(job):
     """By mistake. One is killed, and two are started then: one of them sends its rows."""
     owner = job.start(roles=ROLES, rows=10, ends="stop")
@@ -637,7 +637,7 @@ def test_two_processes_with_one_role_lose_no_row(job):
     require_each_row_once(job, "owner", "rollout-0")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_nodes_that_share_a_run_lose_no_row(job):
     """Both are killed again and again."""
 

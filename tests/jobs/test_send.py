@@ -49,7 +49,7 @@ def stub(directory: Path, size: int) -> Path:
     return copy
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_others_from_being_sent(tmp_path):
     directories = offline_runs(tmp_path, 5, 7)
     stubs = [stub(directories[0], size) for size in (0, 7)]

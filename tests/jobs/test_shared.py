@@ -250,7 +250,7 @@ def test_a_rank_does_not_wait_for_its_primary(tmp_path):
         assert (found.returncode, found.lost, found.exit_codes, found.state) == (0, 0, (), "running"), found.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_next_attempt_sends_what_ranks_have_logged_offline_in_an_outage(tmp_path):
     with job(tmp_path) as started:
         tracking = {**GIVEN, "init_timeout_s": 12, "if_unavailable": "degrade"}
@@ -321,7 +321,7 @@ def send_all(job: Job) -> None:
     assert done.returncode == 0, done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "end",
     [
@@ -388,7 +388,7 @@ def test_a_run_of_several_nodes_ends_with_the_last_one(tmp_path):
         assert (found.lost, run.exit_codes, run.rows_after_completion) == (0, [0], 0), found.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
     with job(tmp_path) as started:
         settings = ends("until go", tracking={**GIVEN, "init_timeout_s": 15})

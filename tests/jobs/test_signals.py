@@ -372,7 +372,7 @@ def test_a_slow_opening_that_a_signal_interrupts_is_no_success_at_wandb(tmp_path
         assert [run.exit_codes for run in server.runs] == [[exit_code]]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "run_mode", ["auto", *(pytest.param(one, marks=pytest.mark.wide) for one in ("shared", "new"))]
 )
@@ -398,7 +398,7 @@ def test_a_slow_opening_that_sigterm_interrupts_is_no_success_at_mlflow(tmp_path
     assert set(statuses) == {"KILLED"}  # in some of them, the run was not made yet
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_slow_opening_ends_with_the_failure_of_another_rank_or_by_its_sigterm(tmp_path):
     with WandbServer() as server, server.failing(Fault.slow(SLOW_S)) as fault:
         settings = json.dumps({"project": "tests", "run_mode": "auto", "failing_rank": 1})

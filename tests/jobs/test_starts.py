@@ -214,7 +214,7 @@ def test_trainings_of_a_batch_script_have_their_runs_again_after_a_requeue(tmp_p
     assert_each_has_its_run(tmp_path, attempts, COUNTS.get(kind))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_trainings_of_a_script_that_sets_the_jobs_variables_have_their_runs_again(tmp_path: Path) -> None:
     """As SkyPilot's: the script's own process has not had them at its start."""
     script = TWICE.format("a", "python train.py") + TWICE.format("b", f"{TORCHRUN} train.py")

@@ -122,7 +122,7 @@ def test_the_ranks_of_two_agents_stop_at_one_step(tmp_path):
     assert [run.exit_code for run in done[0].runs] == [143]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_rank_that_never_calls_it_leaves_all_as_it_is_without(tmp_path):
     """After 10 s the signal takes effect."""
     done = jobs.run(torchrun(asks=[[2, 10, "SIGTERM"]], never=[1]), tmp_path, timeout_s=TIMEOUT_S)
@@ -141,7 +141,7 @@ def test_a_rank_that_dies_while_the_others_agree_fails_the_job(tmp_path):
     assert (run.exit_code, run.summary["failure/rank"]) == (137, 3)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_job_whose_store_goes_away_ends_as_it_does_without(tmp_path):
     """The store is in a process of its own. It is killed before a rank gets the signal."""
     store = subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

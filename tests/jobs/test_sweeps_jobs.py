@@ -67,7 +67,7 @@ def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
     assert (fails.entity, fails.project) == ("e", "p2")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_what_a_thread_logs_during_a_teardown_is_sent_when_the_function_ends(tmp_path):
     with WandbServer() as server:
         server.fault = Fault.slow(0.5)  # the teardown takes seconds
@@ -157,7 +157,7 @@ def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
     assert (values(outer, task), outer.state, outer.sweep) == (["before", "after"], "finished", None)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path):
     pytest.importorskip("flytekit")
     with WandbServer() as server:

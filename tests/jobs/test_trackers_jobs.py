@@ -174,7 +174,7 @@ def objects(installed, tmp_path_factory) -> jobs.Done:
     return done
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_object_reaches_the_workers_of_elastic(objects, installed):
     (run,) = installed.runs("elastic")
     assert run.points == {(f"rank{rank}", number): 1 for rank in range(2) for number in range(20)}

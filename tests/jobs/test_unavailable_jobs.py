@@ -23,7 +23,7 @@ SERVERS = {name: getattr(backends, name) for name in ("wandb", "mlflow", "pluto"
 
 
 @pytest.fixture(
-    params=["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "pluto", "trackio"))]
+    params=["wandb", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mlflow", "pluto", "trackio"))]
 )
 def service(request, tmp_path):
     pytest.importorskip({"pluto": "wandb"}.get(request.param, request.param))

@@ -85,6 +85,7 @@ def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_pat
         assert_all_is_sent(server, tmp_path, 0)
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("ends", "place", "sent"),
@@ -183,7 +184,7 @@ def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> 
     assert (again.returncode, len(server.run("r").rows), len(server.run("r").artifacts)) == (0, 5, len(run.artifacts))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.status(503)):

@@ -92,7 +92,7 @@ def services(tmp_path_factory):
 
 # Trackio has the quickest start.
 @pytest.mark.parametrize(
-    "name", [pytest.param("mlflow", marks=pytest.mark.full), "trackio", pytest.param("pluto", marks=pytest.mark.full)]
+    "name", [pytest.param("mlflow", marks=pytest.mark.wide), "trackio", pytest.param("pluto", marks=pytest.mark.wide)]
 )
 def test_a_run_has_what_the_bare_client_gives_it(services, name, subtests):
     for program in table_of(name).of("run"):
@@ -100,7 +100,7 @@ def test_a_run_has_what_the_bare_client_gives_it(services, name, subtests):
             check(services[name]["run"], program)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SIDES)
 def test_a_run_ends_as_with_the_bare_client(services, name, subtests):
     for program in table_of(name).of("end"):

@@ -17,7 +17,7 @@ def sides(tmp_path_factory):
         yield sides
 
 
-@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_full", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_a_run_ends_as_with_the_bare_client(sides, is_full, subtests):
     for program in table_of("wandb").of("end"):
         if program.is_full == is_full:

@@ -24,7 +24,7 @@ def kinds(tmp_path_factory):
         yield Kinds(lambda: stack.enter_context(wandb_sides(tmp_path_factory.mktemp("kind"))))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("kind", ["log", "more rows", "use", "open", "config"])
 def test_a_run_has_what_the_bare_client_gives_it(kinds, kind, subtests):
     for program in table_of("wandb").of(kind):

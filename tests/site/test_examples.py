@@ -143,6 +143,7 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
     assert [other.id for other in server.runs].count("elastic") == 1
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("argument", "mode"),
@@ -264,7 +265,7 @@ def assert_one_run(done: jobs.Done, launcher: str) -> None:
     assert run.config["tracking_init"].items() >= shape.items()
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
     """The pods get what the Training Operator sets: the node's number as RANK, the number of pods as WORLD_SIZE."""
     manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())

@@ -100,6 +100,7 @@ def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     yield from job(tmp_path_factory.mktemp("own"), "lightning", command)
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.parametrize(
     ("framework", "projects"),
     [

@@ -108,7 +108,7 @@ print(wandb.run)
     assert not (tmp_path / "wandb").exists()
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio"])
 def test_autologging_is_off_in_the_function_and_on_after_it(tmp_path, tracker):
     pytest.importorskip("mlflow")
