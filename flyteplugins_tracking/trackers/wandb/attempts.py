@@ -40,7 +40,9 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 
 _OFFLINE = "offline-"
 # What an artifact's record in a journal begins with, and one of JSON. That of a row begins with numbers.
-_ARTIFACT, _JSON = b"artifact", b"{"
+_ARTIFACT, _JSON, _SETTING = b"artifact", b"{", b"record"
+# The records of W&B's client that set something in a run, which a journal has too.
+SETTING = ("config", "summary", "metric", "run", "files")
 # How long after the last rows were sent W&B's count of them may be wrong.
 LATE_S = 6.0
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
@@ -216,8 +218,29 @@ class Attempt:
         return (row._replace(step=last.step + 1 + place) for place, row in enumerate(new))
 
     def _kept(self, since: int) -> Iterator[Row]:
-        in_order = sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
-        return chain.from_iterable(rows_of(journal, since) for journal in in_order)
+        return chain.from_iterable(rows_of(journal, since) for journal in self._in_order())
+
+    def _in_order(self) -> list[StoredJournal]:
+        return sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
+
+    def settings(self) -> Iterator[tuple[str, Any, bytes]]:
+        """Yield the records in journals that set something in the run. The summary is last, less what rows replace."""
+        summary: dict[tuple[str, ...], Any] = {}
+        for entry in (entry for one in self._in_order() for entry in one.entries()):
+            if entry.data.startswith(_SETTING):
+                data = a2b_base64(entry.data.partition(b" ")[2])
+                kind, record = vendor.parse_record(data)
+                if kind != "summary":
+                    yield kind, record, data
+                for item in record.update if kind == "summary" else ():
+                    summary[tuple(item.nested_key) or (item.key,)] = item
+                for item in record.remove if kind == "summary" else ():
+                    summary.pop(tuple(item.nested_key) or (item.key,), None)
+            elif summary and _is_row(entry):
+                (row,) = _rows_in([entry], 0)
+                summary = {path: item for path, item in summary.items() if path[0] not in row.values}
+        if summary:
+            yield "summary", list(summary.values()), b""
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that it has logged, and W&B may lack."""
@@ -229,7 +252,9 @@ class Attempt:
     def saved_files(self) -> dict[str, Path]:
         """Return where the files are that it has saved, by their names: also those of rows, such as images."""
         has_unsent = self.journals or is_unsent(self.directory)
-        return {name: self.directory / "files" for name in datastore.saved_files(self.directory) if has_unsent}
+        in_journals = (item.path for kind, record, _ in self.settings() if kind == "files" for item in record.files)
+        names = (*datastore.saved_files(self.directory), *in_journals)
+        return {name: self.directory / "files" for name in names if has_unsent}
 
     def mark_sent(self, size: int | None = None) -> None:
         """Note that W&B has everything. `size` is that of the file when it was read, if it may have grown since."""
@@ -294,7 +319,7 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
 
 
 def _is_row(entry: Entry) -> bool:
-    return not entry.data.startswith((_JSON, _ARTIFACT))
+    return not entry.data.startswith((_JSON, _ARTIFACT, _SETTING))
 
 
 def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
@@ -327,6 +352,11 @@ def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> b
 def record_of_artifact(data: bytes) -> bytes:
     """Return a serialized artifact as a record of a journal."""
     return _ARTIFACT + b" " + b2a_base64(data, newline=False)
+
+
+def record_of_setting(data: bytes) -> bytes:
+    """Return a serialized record that sets something in a run as a record of a journal."""
+    return _SETTING + b" " + b2a_base64(data, newline=False)
 
 
 # Directories

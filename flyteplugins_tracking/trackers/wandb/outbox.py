@@ -13,10 +13,9 @@ wandb-core gives the steps, and the run's file has them. If other clients write 
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,17 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.wandb import vendor
-from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, record_of, record_of_artifact
+from flyteplugins_tracking.trackers.wandb.attempts import (
+    SETTING,
+    Attempt,
+    Place,
+    record_of,
+    record_of_artifact,
+    record_of_setting,
+)
 
-# The run's attributes that hold its `WandbOutbox`, and what keeps plain rows: see `log_kept`.
-OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
+# The run's attribute that holds its `WandbOutbox`.
+OUTBOX = "_flyteplugins_tracking_outbox"
 # How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
 _COUNT_BITS, _RANDOM_BITS = 28, 25
 
@@ -80,6 +86,7 @@ class WandbOutbox:
     unkept_rows = 0
     earlier: Sequence[Path] = ()
     is_kept = True
+    _keeper: int | None = None  # the thread whose records come here alone
     _is_row_open = False  # whether what is logged next, without a step, is put into the last row
     _is_paused = False
     _part = 0  # how many journals there are, one behind the other
@@ -95,7 +102,7 @@ class WandbOutbox:
             more: What else the readers of the journal need: values of JSON.
         """
         self.directory, self.place = directory, Place.of(run)
-        self._run, self._is_offline, self.column = run, bool(run.offline), more.get("column")
+        self._is_offline, self.column = bool(run.offline), more.get("column")
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         self._header = {"place": self.place, **more}
@@ -103,7 +110,8 @@ class WandbOutbox:
         self._begin()
         self._journal.make()
         self.kept_artifacts: set[str] = set()
-        self._keep_from(run)
+        self._order = threading.RLock()  # what is kept has the order in which wandb-core gets it
+        vendor.on_records(run, self._publish, self._deliver)
 
     def _begin(self) -> None:
         self._part += 1
@@ -135,6 +143,48 @@ class WandbOutbox:
         self.next_step = None
         self._journal.describe(step=None)
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep what this thread logs to the run in the body, and give wandb-core nothing: it has ended, or has died.
+
+        Only one thread is in a body.
+        """
+        before, self._keeper = self._keeper, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._keeper = before
+
+    @property
+    def keeps_alone(self) -> bool:
+        """Whether this thread is in the body of `alone`."""
+        return self._keeper == threading.get_ident()
+
+    def _publish(self, publish: Callable[..., object], record: Any, **more: Any) -> None:
+        if self._keeper == threading.get_ident():
+            self._keep(record)
+            return
+        with self._order:
+            publish(record, **more)
+            self._keep(record)
+
+    def _deliver(self, deliver: Callable[[Any], Any], record: Any) -> Any:
+        """Give wandb-core a record that it answers. An artifact is kept before that."""
+        self._keep(record)
+        return None if self._keeper == threading.get_ident() else deliver(record)
+
+    def _keep(self, record: Any) -> None:
+        kind = vendor.kind_of(record)
+        if kind == "partial_history":
+            row = record.request.partial_history
+            step = row.step.num if row.HasField("step") else None
+            self.put(row.SerializeToString(), step, row.action.flush if row.HasField("action") else None)
+        elif kind == "log_artifact":
+            with contextlib.suppress(Exception):  # then a warning at the run's end says that it is not kept
+                self._put_artifact(record.request.log_artifact.artifact.SerializeToString())
+        elif kind in SETTING and not self._is_paused:
+            self._journal.add(record_of_setting(record.SerializeToString()))
+
     def put(self, row: bytes, step: int | None, commit: bool | None) -> None:
         """Keep a row, or a part of one, that wandb-core has got.
 
@@ -158,17 +208,6 @@ class WandbOutbox:
         """Keep the status with which the run is ended, and of what is logged after that: it may not be sent in time."""
         self._header = {**self._header, "exit_code": exit_code}
         self._journal.add(encode({"exit_code": exit_code}))
-
-    def without_service(self) -> Any:
-        """Return a copy of the run whose rows and artifacts come here only."""
-        copy = vendor.without_service(self._run)
-        self._keep_from(copy)
-        return copy
-
-    def _keep_from(self, run: Any) -> None:
-        if not vendor.on_rows(run, self.put):  # `log_kept` does it
-            vars(run)[_PLAIN] = self.put
-        vendor.on_artifacts(run, self._put_artifact)
 
     def _put_artifact(self, data: bytes) -> None:
         if self._is_paused:
@@ -201,9 +240,10 @@ class NoOutbox(WandbOutbox):
         self._journal, self.kept_artifacts = Journal.closed(), set()
         self._header: dict[str, Any] = {}
 
-    def without_service(self) -> Any:
-        """Return nothing: what is logged after the run's end is lost."""
-        return None
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Do nothing: what is logged to a run that has ended is lost."""
+        yield
 
     def close(self) -> None:
         """Do nothing."""
@@ -247,24 +287,3 @@ def of(run: Any) -> WandbOutbox:
     """Return the outbox of an open run."""
     found: WandbOutbox = vars(run).get(OUTBOX, _none)
     return found
-
-
-def log_kept(log: Callable[..., Any], run: Any, data: Any, step: Any, commit: Any, **kwargs: Any) -> None:
-    """Call `log` with a row, and keep its plain values if W&B's client does not show what it makes of it."""
-    keep: vendor.KeepRow | None = vars(run).get(_PLAIN)
-    if keep is not None and isinstance(data, Mapping):
-        data = {"_timestamp": time.time(), **data}
-    log(run, data, step, commit, **kwargs)
-    if keep is not None:
-        keep(plain(data), step, commit)
-
-
-def plain(data: Mapping[str, Any]) -> bytes:
-    """Return the plain values of a row, such as numbers and strings."""
-    values = {}
-    for key, value in data.items():
-        number = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
-        with contextlib.suppress(TypeError, ValueError):
-            json.dumps(number)
-            values[key] = number
-    return encode(values)

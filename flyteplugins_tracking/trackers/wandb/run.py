@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import inspect
 import json
 import logging
@@ -29,7 +28,6 @@ from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
-from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.late import LateRows
 from flyteplugins_tracking.trackers.wandb.names import HOST
@@ -49,11 +47,8 @@ _CHANGES = {
 }
 # Those that set values; of the config, they raise if a value is changed.
 _SETTING = ("__setitem__", "__setattr__", "update")
-_NOT_SET = object()
 # The first client with the viewer `wandb leet`.
 _FIRST_VIEWER = [0, 28]
-# How long W&B may take to say which files it has when the run is opened once more, in seconds.
-_ASK_S = 2.0
 # How often a wait for W&B looks whether the run has ended.
 _POLL_S = 0.01
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
@@ -96,17 +91,14 @@ class WandbHandle(Handle):
         )
         self.warn_once = WarnOnce(logger)
         self._timed_out = False  # whether W&B may lack rows after the run's end
-        # What the function logs after the run's end, or the death of wandb-core: see `_keep`.
-        self._late_lock = threading.RLock()
-        self._late: Any = None  # a copy of the run, which logs into the journal only
+        self._late_lock = threading.RLock()  # held while something is kept after the run's end: see `_keep`
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
         self._ended_with: int | None = None
         self._told_status: int | None = None  # that of the function's own first `finish()`, which ends nothing
-        # What the function has said about the run: a wandb-core that dies may not have sent it.
-        self._definitions: list[Callable[[Any], Any]] = []
-        self._drawn: dict[str, Callable[[Any], Any]] = {}  # definitions too, by their keys
-        self._said: dict[str, dict[str, Any]] = {"config": {}, "summary": {}, "run": {}, "files": {}}
+        self.has_definitions = False  # whether the function, or a rollback, has defined how columns are drawn
+        self._drawn: set[str] = set()  # the keys that `draw_over` has defined
+        self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
         roles = None if self.prefix else request.config.roles
         self._path = RowPath("W&B", self._gate, request.sigterm.before_row, self._make_row, roles)
         # The keys of the config that this attempt has not set yet, and an earlier one has.
@@ -217,16 +209,16 @@ class WandbHandle(Handle):
             method(self.run, data, step, commit, **kwargs)
             return
 
-        def write(row: Any, run: Any = self.run) -> None:
-            outbox.log_kept(method, run, *self._rollback.place(row, step), commit, **kwargs)
+        def write(row: Any) -> None:
+            method(self.run, *self._rollback.place(row, step), commit, **kwargs)
 
-        self._path.log(data, write, lambda row: self._keep(lambda run: write(row, run)))
+        self._path.log(data, write, lambda row: self._keep(lambda: write(row)))
 
     def _make_row(self, data: Any) -> Any:
         if not isinstance(data, dict):  # W&B refuses it
             return data
-        for key in self._said["summary"].keys() & data.keys():
-            del self._said["summary"][key]  # the row's value comes later
+        for key in self._summary.keys() & data.keys():
+            del self._summary[key]  # the row's value comes later
         return dict(data)
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -234,31 +226,24 @@ class WandbHandle(Handle):
         if os.getpid() != self._pid:
             return method(self.run, *args, **kwargs)
         self._request.sigterm.before_row()
-        if method.__name__ == "define_metric":
-            self._definitions.append(lambda run: method(run, *args, **kwargs))
-        result: Any = self._gate.call(
-            lambda: method(self.run, *args, **kwargs),
-            lambda: self._keep(lambda run: method(run, *args, **kwargs), f"{method.__name__}()"),
-        )
-        if method.__name__ == "save" and isinstance(result, list):
-            self._said["files"].update({os.path.relpath(path, self.run.dir): path for path in result})
-        return result
+        self.has_definitions |= method.__name__ == "define_metric"
+
+        def call() -> Any:
+            return method(self.run, *args, **kwargs)
+
+        return self._gate.call(call, lambda: self._keep(call, f"{method.__name__}()"))
 
     def change(
         self, accessor: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Use a property or callback that can change the run. If the run has ended, use `late`, or a copy of the run.
-
-        The run is changed then when what is kept is sent.
-        """
+        """Use a property or callback that can change the run. If the run has ended, use `late`, or keep the change."""
         if os.getpid() != self._pid:
             return accessor(self.run, *args, **kwargs)
-        if accessor.__name__ in _CHANGING and args:
-            self._said["run"][accessor.__name__] = args[0]
-        return self._gate.call(
-            lambda: accessor(self.run, *args, **kwargs),
-            lambda: self._keep(lambda run: (late or accessor)(run, *args, **kwargs), "A change"),
-        )
+
+        def call(used: Callable[..., Any] = accessor) -> Any:
+            return used(self.run, *args, **kwargs)
+
+        return self._gate.call(call, lambda: self._keep(lambda: call(late or accessor), "A change"))
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the config that changes it."""
@@ -266,12 +251,7 @@ class WandbHandle(Handle):
         def change(run: Any, *given: Any, **named: Any) -> Any:
             if self._of_earlier and method.__name__ in _SETTING and named.get("allow_val_change") is not False:
                 self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
-            before = dict(run.config)
-            try:
-                return method(run.config, *given, **named)
-            finally:  # wandb-core may have died
-                now = dict(run.config)
-                self._said["config"].update({key: now[key] for key in now if before.get(key, _NOT_SET) is not now[key]})
+            return method(run.config, *given, **named)
 
         return self.change(change, *args, **kwargs)
 
@@ -287,17 +267,17 @@ class WandbHandle(Handle):
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the summary."""
         if method.__name__ in _SETTING:
-            self._said["summary"].update(vendor.config_changes(method.__name__, *args, **kwargs))
+            self._summary.update(vendor.config_changes(method.__name__, *args, **kwargs))
         elif method.__name__ in ("__delitem__", "__delattr__"):
-            self._said["summary"].pop(args[0], None)
+            self._summary.pop(args[0], None)
         is_change = method.__name__ in (*_SETTING, "__delitem__", "__delattr__")
         result = self.change(
             lambda run, *given, **named: method(run.summary, *given, **named),
             *args,
-            late=None if is_change else lambda _, key=None, default=None: self._said["summary"].get(key, default),
+            late=None if is_change else lambda _, key=None, default=None: self._summary.get(key, default),
             **kwargs,
         )
-        return tuple(self._said["summary"]) if result is None and method.__name__ == "keys" else result
+        return tuple(self._summary) if result is None and method.__name__ == "keys" else result
 
     @property
     def _outbox(self) -> outbox.WandbOutbox:
@@ -351,11 +331,11 @@ class WandbHandle(Handle):
         finally:
             self._be_global()
 
-    def _keep(self, action: Callable[[Any], Any], name: str = "") -> Any:
+    def _keep(self, action: Callable[[], Any], name: str = "") -> Any:
         """Have a run that has ended, or whose wandb-core has died, keep what the function logs now, for `_send_left`.
 
         Args:
-            action: Logs to the run that it is given, which has no wandb-core. What it raises is dropped.
+            action: Logs to the run. What it raises is dropped.
             name: The method that it calls; empty for a row.
         """
         with self._late_lock:
@@ -364,8 +344,8 @@ class WandbHandle(Handle):
                     self._has_left = True
                     text = f"has ended, and its function logs on: this is kept in {outbox.run_directory(self.run)}"
                     self._gate.warn(f"{text}{self._when_sent}")
-                self._late = self._late or self._outbox.without_service()
-                return action(self._late)
+                with self._outbox.alone():
+                    return action()
             except Exception:
                 self._gate.warn(f"has ended. {name or 'A row'} is lost")
                 return None
@@ -377,19 +357,17 @@ class WandbHandle(Handle):
                 return
             if self._ended_with is None:
                 self._ended_with = exit_code or self._told_status or 0
-            self._late = self._late or self._outbox.without_service()
-            self._before_send(self._ended_with)
+            with self._outbox.alone():
+                self._before_send(self._ended_with)
+                if self._path.next_row.waiting:
+                    vendor.update_summary(self.run, self._path.next_row.take())
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
-        self._timed_out = self.run.offline or not close_again(self.run, self._end_limit(), self._say_again)
+        self._timed_out = self.run.offline or not close_again(self.run, self._end_limit())
         if self._timed_out:
-            logger.warning(
-                "W&B: run %s: what was set in its config and summary after its end is lost. To send what W&B lacks of "
-                "the rest, run: %s",
-                self.id,
-                self._command,
-            )
+            text = "W&B: run %s: what it has logged since it ended is not sent. To send the rest, run: %s"
+            logger.warning(text, self.id, self._command)
 
     def _before_send(self, exit_code: int) -> None:
         """Keep what is told at the end of a run."""
@@ -434,32 +412,6 @@ class WandbHandle(Handle):
         vendor.set_finished(self.run)
         self._be_global()
 
-    def _say_again(self, run: Any) -> None:
-        """Have a run, opened once more, have what the function has said about it, and the files that it has saved."""
-        said, kind = self._said, type(run)
-        if self._path.next_row.waiting:
-            said["summary"].update(self._path.next_row.take())
-        try:
-            for define in (*self._definitions, *self._drawn.values()):
-                define(run)
-            for name, value in said["run"].items():
-                setattr(run, name, value)
-            if said["config"]:
-                vendor.update_config(run, said["config"])
-            if said["summary"]:
-                vendor.update_summary(run, said["summary"])
-            if said["files"]:
-                found = vendor.stored_run(Place.of(run), _ASK_S)
-                paths = {name: Path(path) for name, path in said["files"].items()}
-                here = {name: path if path.is_file() else None for name, path in paths.items()}
-                for name in paths if found is None else found.lacks(here):
-                    path = paths[name]
-                    folder = str(path.parents[len(Path(name).parts) - 1])
-                    kind.save(run, glob.escape(str(path)), base_path=folder, policy="now")
-        except Exception:
-            text = "W&B: run %s may lack config, summary or files that were set or saved before"
-            logger.warning(text, self.id, exc_info=True)
-
     @property
     def _when_sent(self) -> str:
         """When what the journal keeps is sent; empty if the run is offline, which says so at its end."""
@@ -473,17 +425,12 @@ class WandbHandle(Handle):
             return how_to_send(outbox.directory_to_send(self._request, self.run))
         return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
 
-    @property
-    def has_definitions(self) -> bool:
-        """Whether the function, or a rollback, has defined how the run's columns are drawn."""
-        return bool(self._definitions)
-
     def draw_over(self, key: str, column: str) -> None:
         """Have W&B draw a key over a column. Rows without a value of the column get none."""
         kind: Any = type(self.run).__mro__[1]
         if key not in self._drawn and "*" not in key:
-            self._drawn[key] = lambda run: kind.define_metric(run, key, step_metric=column, step_sync=False)
-            self._drawn[key](self._late or self.run)
+            self._drawn.add(key)
+            kind.define_metric(self.run, key, step_metric=column, step_sync=False)
 
     def known_step(self) -> int | None:
         """The step of the run's current row; None if other processes log into the run too."""
@@ -581,6 +528,7 @@ def _guarded(kind: Any, is_shared: bool) -> Any:
             members[name] = property(getter, setter, doc=member.__doc__)
     if row_method is not None:
         members[row_method.__name__] = _guard(row_method, "log_part")
+    members.update(vendor.open_if(lambda run: outbox.of(run).keeps_alone))
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     return _subclass(kind, members)
 

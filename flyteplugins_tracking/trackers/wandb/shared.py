@@ -20,7 +20,7 @@ from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.rows import RowBuffer
-from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb import roles, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 
@@ -77,7 +77,7 @@ class SharedHandle(WandbHandle):
         """Log a row of this library's, also while the run ends. Returns its number."""
         waiting = self._path.next_row.take() if self._request.plan.role else {}
         row = self._numbered({**waiting, **row})
-        outbox.log_kept(self._run_log, self._late or self.run, row, None, True)
+        self._run_log(self.run, row, None, True)
         return int(row[str(self._outbox.column)])
 
     def _numbered(self, row: Mapping[str, Any]) -> dict[str, Any]:
