@@ -45,7 +45,7 @@ def journal_in(directory: Path, place, rows, name: str = "rows-1", step: int | N
     journal = Journal(directory, name, {"place": place, "step": step, **more})
     for values, at in rows:
         journal.header["step"] = at
-        journal.add(attempts.record_of(json.dumps(values).encode(), at))
+        journal.add(outbox.record_of(json.dumps(values).encode(), at))
     journal.close()
 
 
@@ -131,7 +131,7 @@ def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once
     )
     for number in range(10):
         row = json.dumps({"n": number, "_timestamp": 1.8e9 + number}).encode()
-        journal.add(attempts.record_of(row, number, is_placed=True))
+        journal.add(outbox.record_of(row, number, is_placed=True))
     journal.close()
     later = earlier.with_name("run-20260103_000000-tail")
     rows = [({"n": number, "_timestamp": 1.8e9 + number}, ROWS + number) for number in range(4)]
@@ -203,7 +203,7 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
 def test_rows_below_the_first_step_are_not_parsed(tmp_path):
     journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": 0})
     for number in range(100):
-        journal.add(attempts.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
+        journal.add(outbox.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
     journal.close()
     assert [row.step for row in Attempt.at(tmp_path).rows(95)] == [95, 96, 97, 98, 99]
 

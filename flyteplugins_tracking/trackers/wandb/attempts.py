@@ -21,7 +21,7 @@ import json
 import re
 import socket
 import time
-from binascii import a2b_base64, b2a_base64
+from binascii import a2b_base64
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 
 _OFFLINE = "offline-"
 # What an artifact's record in a journal begins with, and one of JSON. That of a row begins with numbers.
-_ARTIFACT, _JSON, _SETTING = b"artifact", b"{", b"record"
+ARTIFACT, JSON, RECORD = b"artifact", b"{", b"record"
 # The records of W&B's client that set something in a run, which a journal has too.
 SETTING = ("config", "summary", "metric", "run", "files")
 # How long after the last rows were sent W&B's count of them may be wrong.
@@ -133,7 +133,7 @@ class Attempt:
     @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
-        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(_JSON))
+        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(JSON))
         for end in (*(one.header for one in self.journals), *map(json.loads, kept)):
             if "exit_code" in end:
                 return int(end["exit_code"])
@@ -227,7 +227,7 @@ class Attempt:
         """Yield the records in journals that set something in the run. The summary is last, less what rows replace."""
         summary: dict[tuple[str, ...], Any] = {}
         for entry in (entry for one in self._in_order() for entry in one.entries()):
-            if entry.data.startswith(_SETTING):
+            if entry.data.startswith(RECORD):
                 data = a2b_base64(entry.data.partition(b" ")[2])
                 kind, record = vendor.parse_record(data)
                 if kind != "summary":
@@ -245,7 +245,7 @@ class Attempt:
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that it has logged, and W&B may lack."""
         kept = (entry.data.partition(b" ") for one in self.journals for entry in one.entries())
-        in_journals = (a2b_base64(data) for head, _, data in kept if head == _ARTIFACT)
+        in_journals = (a2b_base64(data) for head, _, data in kept if head == ARTIFACT)
         in_file = datastore.artifacts(self.directory) if is_unsent(self.directory) else ()
         yield from map(vendor.KeptArtifact.of, chain(in_journals, in_file))
 
@@ -319,7 +319,7 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
 
 
 def _is_row(entry: Entry) -> bool:
-    return not entry.data.startswith((_JSON, _ARTIFACT, _SETTING))
+    return not entry.data.startswith((JSON, ARTIFACT, RECORD))
 
 
 def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
@@ -328,35 +328,13 @@ def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
         step_text, is_placed, data = entry.data.split(b" ", 2)
         if 0 <= (step := int(step_text)) < since:
             continue
-        values = json.loads(data) if data.startswith(_JSON) else vendor.parse_row(a2b_base64(data))
+        values = json.loads(data) if data.startswith(JSON) else vendor.parse_row(a2b_base64(data))
         if row is not None and (step < 0 or step != row.step):
             yield row
             row = None
         row = Row(step, values if row is None else {**row.values, **values}, is_placed == b"1")
     if row is not None:
         yield row
-
-
-def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> bytes:
-    """Return a row as a record of a journal.
-
-    Args:
-        row: The row: a JSON object, or as W&B's client has serialized it, which takes a tenth of the time.
-        step: Its step, if this process knows it.
-        is_placed: Whether the function has given the step.
-    """
-    text = row if row.startswith(_JSON) else b2a_base64(row, newline=False)
-    return b"%d %d %b" % (-1 if step is None else step, is_placed, text)
-
-
-def record_of_artifact(data: bytes) -> bytes:
-    """Return a serialized artifact as a record of a journal."""
-    return _ARTIFACT + b" " + b2a_base64(data, newline=False)
-
-
-def record_of_setting(data: bytes) -> bytes:
-    """Return a serialized record that sets something in a run as a record of a journal."""
-    return _SETTING + b" " + b2a_base64(data, newline=False)
 
 
 # Directories

@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +19,11 @@ from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import RESTART_COUNT, run_config, warn_of_changes
-from flyteplugins_tracking.trackers.ending import EndLimit
+from flyteplugins_tracking.trackers.barrier import WriterBarrier
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.client import RESTART_COUNT, ClientHandle, run_config, warn_of_changes
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import Upload
@@ -57,50 +55,46 @@ HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 _MAX_CONFIG = 16_384
 
 
-class WandbHandle(Handle):
+class WandbHandle(ClientHandle):
     """An open W&B run. `wandb.run` is this run while the function runs.
 
     Attributes:
         is_shared: Whether other ranks log into the run too.
-        prefix: Goes before the function's keys.
+        kind: The client's class of the run.
+        pid: The process that has opened the run.
         warn_once: Warns once about each subject.
     """
 
     is_shared = False
-    prefix = ""
 
-    def __init__(self, run: Any, before: Any, request: RunRequest) -> None:
+    def __init__(self, run: Any, before: Any, request: RunRequest, barrier: WriterBarrier | None = None) -> None:
         """Take over the run, and make it `wandb.run`.
 
         Args:
             run: The open run.
             before: The earlier `wandb.run`.
             request: The decorator's request for this run.
+            barrier: Where the primary waits for the other ranks; None if there are none.
         """
+
+        def deaths() -> tuple[type[BaseException], ...]:
+            return vendor.service_gone(run, sys.exc_info()[1])
+
+        super().__init__(request, "W&B", None, Gate("W&B", run.id, deaths=deaths, on_death=self._on_death), barrier)
         self.run, self.id = run, run.id
-        self._request = request
+        self._outbox = outbox.of(run)
         self._before = None if before is run else before
-        self._pid = os.getpid()
+        self.pid = os.getpid()
+        holder = vars(run).get(HANDLE)
         # `wandb.init` may return a run that another function has open. That function ends it.
-        self._is_ours = HANDLE not in vars(run)
-        self._gate = Gate(
-            "W&B",
-            run.id,
-            deaths=lambda: vendor.service_gone(run, sys.exc_info()[1]),
-            on_death=self._on_death,
-        )
+        self._is_ours, self.kind = holder is None, type(run) if holder is None else holder.kind
         self.warn_once = WarnOnce(logger)
         self._timed_out = False  # whether W&B may lack rows after the run's end
-        self._late_lock = threading.RLock()  # held while something is kept after the run's end: see `_keep`
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
-        self._ended_with: int | None = None
-        self._told_status: int | None = None  # that of the function's own first `finish()`, which ends nothing
         self.has_definitions = False  # whether the function, or a rollback, has defined how columns are drawn
         self._drawn: set[str] = set()  # the keys that `draw_over` has defined
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
-        roles = None if self.prefix else request.config.roles
-        self._path = RowPath("W&B", self._gate, request.sigterm.before_row, self._make_row, roles)
         # The keys of the config that this attempt has not set yet, and an earlier one has.
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
@@ -109,14 +103,9 @@ class WandbHandle(Handle):
             self._take_over()
 
     @property
-    def request(self) -> RunRequest:
-        """The decorator's request for this run."""
-        return self._request
-
-    @property
     def is_parents(self) -> bool:
         """Whether the process that has opened the run is a parent of this one."""
-        return os.getpid() != self._pid
+        return os.getpid() != self.pid
 
     @property
     def was_told_to_end(self) -> bool:
@@ -150,16 +139,13 @@ class WandbHandle(Handle):
         with contextlib.suppress(Exception):  # its wandb-core may have died, or it is disabled
             vendor.forget(self.run, keys)
 
-    def add_to_next_row(self, values: Mapping[str, Any]) -> None:
-        self._path.next_row.add(values)
-
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
         if not self.run.offline or self.run.settings.silent or self.files is None:
             return ""
         path = str(outbox.run_directory(self.run))
         # The viewer of the directory above shows the run's other ranks too, the newest run first.
-        info = self._request.info
+        info = self.request.info
         has_nodes = self.is_shared and info is not None and info.num_workers != 1
         where = ", with the directories of all nodes" if has_nodes else ""
         # A client before that has no viewer: its files are looked at where they are sent to.
@@ -170,16 +156,15 @@ class WandbHandle(Handle):
     def finish(self, exit_code: int) -> None:
         try:
             if self._is_ours:
-                self._gate.end(lambda: self._end(exit_code), lambda: self._send_left(exit_code), is_last=True)
+                super().finish(exit_code)
         finally:
             self._let_go()
 
     def mark_preempting(self, timeout_s: float) -> None:
         # The function may have ended meanwhile: a handler that it has installed does not wait for this.
-        if not self._request.plan.ends_run or self.run.offline or self._gate.state != "open":
+        if not self.request.plan.ends_run or self.run.offline or self._gate.state != "open":
             return
-        kind: Any = type(self.run).__mro__[1]
-        self._gate.call(lambda: kind.mark_preempting(self.run))
+        self._gate.call(lambda: self.kind.mark_preempting(self.run))
         # wandb-core sends this immediately, with the rows that it has, but does not tell when W&B has them. If this
         # process exits before that, so does wandb-core.
         deadline = time.monotonic() + timeout_s
@@ -188,7 +173,7 @@ class WandbHandle(Handle):
 
     def end_early(self, exit_code: int) -> None:
         if self._is_ours:
-            self._gate.end(lambda: self._end(exit_code), lambda: self._send_left(exit_code, is_last=False))
+            self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
 
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
@@ -199,33 +184,35 @@ class WandbHandle(Handle):
         """
         if self._gate.is_ender:
             return method(self.run, *args, **kwargs)
-        if self._told_status is None:
-            self._told_status = vendor.status_of_end(method.__name__, *args, **kwargs)
+        self.tell_end(vendor.status_of_end(method.__name__, *args, **kwargs))
         return None
 
-    def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
-        """Log a row. If the run has ended, keep it."""
-        if os.getpid() != self._pid:  # W&B's client attaches a forked child to the run by itself
-            method(self.run, data, step, commit, **kwargs)
-            return
-
-        def write(row: Any) -> None:
-            method(self.run, *self._rollback.place(row, step), commit, **kwargs)
-
-        self._path.log(data, write, lambda row: self._keep(lambda: write(row)))
+    def prefixed(self, name: Any) -> Any:
+        """Return a name of the function's, or a mapping of such names, as it is in the run."""
+        return name
 
     def _make_row(self, data: Any) -> Any:
-        if not isinstance(data, dict):  # W&B refuses it
-            return data
-        for key in self._summary.keys() & data.keys():
-            del self._summary[key]  # the row's value comes later
-        return dict(data)
+        if self._summary and isinstance(data, dict):  # for another type, W&B says why
+            for key in self._summary.keys() & data.keys():
+                del self._summary[key]  # the row's value comes later
+        return data
+
+    def write(self, row: Any, step: Any, **kwargs: Any) -> None:
+        if step is not None or self._rollback.distance:
+            row, step = self._rollback.place(row, step)
+        self.kind.log(self.run, row, step, **kwargs)
+
+    def _write(self, row: Any, step: Any, kwargs: Mapping[str, Any]) -> None:
+        self.write(row, step, **kwargs)  # the function gets what W&B's client raises
+
+    def _write_late(self, *row: Any) -> None:
+        self._keep(lambda: self._write(*row))
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another one of the run's methods. If the run has ended, keep what can be kept."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return method(self.run, *args, **kwargs)
-        self._request.sigterm.before_row()
+        self.request.sigterm.before_row()
         self.has_definitions |= method.__name__ == "define_metric"
 
         def call() -> Any:
@@ -237,7 +224,7 @@ class WandbHandle(Handle):
         self, accessor: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
         """Use a property or callback that can change the run. If the run has ended, use `late`, or keep the change."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return accessor(self.run, *args, **kwargs)
 
         def call(used: Callable[..., Any] = accessor) -> Any:
@@ -279,10 +266,6 @@ class WandbHandle(Handle):
         )
         return tuple(self._summary) if result is None and method.__name__ == "keys" else result
 
-    @property
-    def _outbox(self) -> outbox.WandbOutbox:
-        return outbox.of(self.run)
-
     def _take_over(self) -> None:
         vars(self.run)[HANDLE] = self
         guard(self.run, self.is_shared)
@@ -293,7 +276,7 @@ class WandbHandle(Handle):
     def _let_go(self) -> None:
         if self._is_ours:
             del vars(self.run)[HANDLE]
-            self.run.__class__ = type(self.run).__mro__[1]
+            self.run.__class__ = self.kind
         before = self._before
         if before is not None and (HANDLE in vars(before) or not vendor.is_finished(before)):
             vendor.set_global_run(before)
@@ -307,18 +290,20 @@ class WandbHandle(Handle):
             vendor.set_global_run(self.run)
 
     def _end(self, exit_code: int) -> None:
-        limit = self._end_limit()
+        if self._next_row.waiting:  # in the summary: a row of its own would take a step
+            vendor.update_summary(self.run, self._next_row.take())
+        super()._end(exit_code)
+
+    def end(self, exit_code: int) -> None:
+        limit = self.end_limit()
         upload = Upload(self.run, limit)
-        exit_code = self._ended_with = exit_code or self._told_status or 0
         try:
-            if self._path.next_row.waiting:  # in the summary: a row of its own would take a step
-                vendor.update_summary(self.run, self._path.next_row.take())
-            if exit_code == TERMINATED and self._request.plan.ends_run:
+            if exit_code == TERMINATED and self.request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.keep_end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
             refusal = vendor.refusal_of_rows(outbox.run_directory(self.run))
-            with self._late_lock:
+            with self._late:
                 if refusal:
                     self._warn_of_rest(upload, refusal)
                 elif not self._has_left:  # by another thread, while the run ended
@@ -338,42 +323,39 @@ class WandbHandle(Handle):
             action: Logs to the run. What it raises is dropped.
             name: The method that it calls; empty for a row.
         """
-        with self._late_lock:
+        with self._late:
             try:
                 if not self._has_left:
                     self._has_left = True
                     text = f"has ended, and its function logs on: this is kept in {outbox.run_directory(self.run)}"
                     self._gate.warn(f"{text}{self._when_sent}")
-                with self._outbox.alone():
+                with self._outbox.alone(self.run):
                     return action()
             except Exception:
                 self._gate.warn(f"has ended. {name or 'A row'} is lost")
                 return None
 
-    def _send_left(self, exit_code: int, is_last: bool = True) -> None:
+    def _end_again(self, exit_code: int, is_last: bool = True) -> None:
         """Have another wandb-core send what W&B lacks, and end the run: when the function has, or if it has died."""
-        with self._late_lock:
+        with self._late:
             if not (self._has_left if is_last else self._has_died):
                 return
             if self._ended_with is None:
                 self._ended_with = exit_code or self._told_status or 0
-            with self._outbox.alone():
+            with self._outbox.alone(self.run):
                 self._before_send(self._ended_with)
-                if self._path.next_row.waiting:
-                    vendor.update_summary(self.run, self._path.next_row.take())
+                if self._next_row.waiting:
+                    vendor.update_summary(self.run, self._next_row.take())
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
-        self._timed_out = self.run.offline or not close_again(self.run, self._end_limit())
+        self._timed_out = self.run.offline or not close_again(self.run, self.end_limit())
         if self._timed_out:
             text = "W&B: run %s: what it has logged since it ended is not sent. To send the rest, run: %s"
             logger.warning(text, self.id, self._command)
 
     def _before_send(self, exit_code: int) -> None:
         """Keep what is told at the end of a run."""
-
-    def _end_limit(self) -> EndLimit:
-        return EndLimit("W&B", self.id, self._request.config, self._request.sigterm)
 
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
@@ -400,7 +382,7 @@ class WandbHandle(Handle):
 
         `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
         """
-        was_torn_down = vendor.was_torn_down(self.run, self._request.config.finish_timeout_s / 2)
+        was_torn_down = vendor.was_torn_down(self.run, self.request.config.finish_timeout_s / 2)
         logger.warning(
             "%s. What run %s logs is kept in %s from now on%s",
             "wandb.teardown() was called" if was_torn_down else f"wandb-core has died ({type(error).__name__})",
@@ -421,16 +403,15 @@ class WandbHandle(Handle):
     @property
     def _command(self) -> str:
         """The command that sends what W&B lacks; if ranks share the run, of all of them on this disk."""
-        if outbox.label_of(self._request) is not None:
-            return how_to_send(outbox.directory_to_send(self._request, self.run))
+        if outbox.label_of(self.request) is not None:
+            return how_to_send(outbox.directory_to_send(self.request, self.run))
         return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
 
     def draw_over(self, key: str, column: str) -> None:
         """Have W&B draw a key over a column. Rows without a value of the column get none."""
-        kind: Any = type(self.run).__mro__[1]
         if key not in self._drawn and "*" not in key:
             self._drawn.add(key)
-            kind.define_metric(self.run, key, step_metric=column, step_sync=False)
+            self.kind.define_metric(self.run, key, step_metric=column, step_sync=False)
 
     def known_step(self) -> int | None:
         """The step of the run's current row; None if other processes log into the run too."""
@@ -459,27 +440,27 @@ class Rollback:
         self._handle = handle
         self._column = request.config.step_metric
         self._restart_count = request.restart_count
-        self._distance = 0  # the same for all rows: calls of one step stay one row
+        self.distance = 0  # the same for all rows: calls of one step stay one row
         self._late = LateRows(handle, self._column)
 
     def place(self, data: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps them; the step is None if the user gives none."""
         # A run without an earlier attempt has no step below 0 to go back to: W&B drops such a row.
-        if step is not None and not self._distance and max(step, 0) < self._handle.first_step():
+        if step is not None and not self.distance and max(step, 0) < self._handle.first_step():
             self._go_back(step)
-        if not isinstance(data, Mapping) or (step is None and not self._distance):  # for another type, wandb says why
+        if not isinstance(data, Mapping) or (step is None and not self.distance):  # for another type, wandb says why
             return data, step
-        if not self._distance:
+        if not self.distance:
             return self._late.place(data, step, step)
         columns = {} if step is None else {self._column: step}
         row = {**columns, RESTART_COUNT: self._restart_count, **data}
-        return row, None if step is None else self._late.place(row, step, step + self._distance)[1]
+        return row, None if step is None else self._late.place(row, step, step + self.distance)[1]
 
     def _go_back(self, step: int) -> None:
         next_step = self._handle.next_step()
         if next_step <= step:
             return
-        self._distance = next_step - step
+        self.distance = next_step - step
         self._handle.run.define_metric("*", step_metric=self._column)
         logger.warning(
             "W&B: the job continues at step %s, and its run has the steps up to %d already. All rows are kept: those "
@@ -519,7 +500,7 @@ def _guarded(kind: Any, is_shared: bool) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
     row_method = vendor.row_method(kind) if is_shared else None
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
-    members["log"] = _guard(kind.log, "log")
+    members["log"] = _guard_log(kind.log)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)
@@ -528,7 +509,6 @@ def _guarded(kind: Any, is_shared: bool) -> Any:
             members[name] = property(getter, setter, doc=member.__doc__)
     if row_method is not None:
         members[row_method.__name__] = _guard(row_method, "log_part")
-    members.update(vendor.open_if(lambda run: outbox.of(run).keeps_alone))
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     return _subclass(kind, members)
 
@@ -566,6 +546,22 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
         if handle is None:
             return method(target, *args, **kwargs)
         return getattr(handle, route)(method, *args, **kwargs)
+
+    return guarded
+
+
+def _guard_log(log: Callable[..., Any]) -> Any:
+    """Have rows go through the run's handle, while it has one."""
+
+    @functools.wraps(log)
+    def guarded(run: Any, data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
+        handle = vars(run).get(HANDLE)
+        if handle is None:
+            log(run, data, step, commit, **kwargs)
+        elif os.getpid() != handle.pid:  # W&B's client attaches a forked child to the run by itself
+            log(run, handle.prefixed(data), step, commit, **kwargs)
+        else:
+            handle.log(data, step, commit=commit, **kwargs)
 
     return guarded
 

@@ -752,7 +752,7 @@ def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.Kep
     journal = Journal(directory, f"artifacts-{secrets.token_hex(3)}", {"place": place, "is_incomplete": True})
     journal.make()
     for one in artifacts:
-        journal.add(attempts.record_of_artifact(one.record.SerializeToString()))
+        journal.add(outbox.record_of_artifact(one.record.SerializeToString()))
     journal.close()
 
 

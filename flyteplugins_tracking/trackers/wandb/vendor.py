@@ -565,13 +565,15 @@ def let_go(run: Any, limit_s: float) -> None:
     set_finished(run)
 
 
-def open_if(is_open: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the member of a subclass of `wandb.Run` by which a run that has ended takes calls while `is_open`."""
+def take_late_calls(run: Any, is_late: Callable[[], bool]) -> None:
+    """Have a run that has ended, or will, take the calls of a thread of which `is_late` is true, instead of raising."""
+    kind: Any = type(run)
 
     def is_finished(run: Any) -> bool:
-        return bool(vars(run)["_is_finished"]) and not is_open(run)
+        return bool(vars(run)["_is_finished"]) and not is_late()
 
-    return {"_is_finished": property(is_finished, lambda run, value: vars(run).update(_is_finished=value))}
+    ended = property(is_finished, lambda run, value: vars(run).update(_is_finished=value))
+    run.__class__ = type(kind.__name__, (kind,), {"_is_finished": ended, "__module__": kind.__module__})
 
 
 def set_resumed(run: Any, is_resumed: bool) -> None:
@@ -638,12 +640,6 @@ def on_records(run: Any, publish: Callable[..., Any], deliver: Callable[..., Any
         first, second = interface._publish, interface._deliver
         interface._publish = functools.partial(publish, first)
         interface._deliver = functools.partial(deliver, second)
-
-
-def kind_of(record: Any) -> str:
-    """Return what a record is: "partial_history" for a row, "log_artifact" for an artifact."""
-    kind = record.WhichOneof("record_type")
-    return str(record.request.WhichOneof("request_type") if kind == "request" else kind)
 
 
 def forward(run: Any, data: bytes) -> None:
