@@ -165,6 +165,32 @@ def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_ke
     run.finish()
 
 
+def test_what_is_set_in_a_run_is_kept_without_what_later_rows_replace(run):
+    """Also behind its end, which `send` must not take for one that W&B has all of."""
+    made, directory = begun(run), outbox.run_directory(run)
+    handle = handle_of(run)
+    run.config.update({"lr": 1})
+    run.summary.update({"n": 7, "nested": {"a": 1, "b": 2}, "best": 3})
+    run.define_metric("n", step_metric="t")
+    run.log({"n": 0})
+    del run.summary["nested"]["a"]
+    made.keep_end(0)
+    made.close()
+    assert not Attempt.at(directory).has_late_settings()
+    with made.alone(run):
+        run.config.update({"late": 2})
+    made.close()
+    found = Attempt.at(directory)
+    *others, (_, summary, _) = found.settings
+    assert [kind for kind, _, _ in others] == ["config", "metric", "config"]
+    values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in summary}
+    assert "n" not in values
+    assert values["best"] == 3
+    assert found.has_late_settings()
+    assert run.config["late"] == 2
+    handle.finish(0)
+
+
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
     monkeypatch.setattr(attempts, "rows_of", lambda *_: 1 / 0)
     begun(run)

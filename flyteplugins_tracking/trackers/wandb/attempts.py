@@ -223,24 +223,32 @@ class Attempt:
     def _in_order(self) -> list[StoredJournal]:
         return sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
 
-    def settings(self) -> Iterator[tuple[str, Any, bytes]]:
-        """Yield the records in journals that set something in the run. The summary is last, less what rows replace."""
+    @functools.cached_property
+    def settings(self) -> list[tuple[str, Any, bytes]]:
+        """The records in journals that set something in the run; of the summary one, the last."""
+        found: list[tuple[str, Any, bytes]] = []
         summary: dict[tuple[str, ...], Any] = {}
-        for entry in (entry for one in self._in_order() for entry in one.entries()):
-            if entry.data.startswith(RECORD):
-                data = a2b_base64(entry.data.partition(b" ")[2])
-                kind, record = vendor.parse_record(data)
-                if kind != "summary":
-                    yield kind, record, data
-                for item in record.update if kind == "summary" else ():
-                    summary[tuple(item.nested_key) or (item.key,)] = item
-                for item in record.remove if kind == "summary" else ():
-                    summary.pop(tuple(item.nested_key) or (item.key,), None)
-            elif summary and _is_row(entry):
-                (row,) = _rows_in([entry], 0)
-                summary = {path: item for path, item in summary.items() if path[0] not in row.values}
-        if summary:
-            yield "summary", list(summary.values()), b""
+        kept = (entry.data.partition(b" ") for one in self._in_order() for entry in one.entries())
+        for data in (a2b_base64(text) for head, _, text in kept if head == RECORD):
+            kind, record = vendor.parse_record(data)
+            if kind != "summary":
+                found.append((kind, record, data))
+                continue
+            gone = [tuple(item.nested_key) or (item.key,) for item in record.remove]
+            summary = {path: one for path, one in summary.items() if not any(path[: len(it)] == it for it in gone)}
+            summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
+        return [*found, ("summary", list(summary.values()), b"")]
+
+    def has_late_settings(self) -> bool:
+        """Whether something was set in the run behind its end."""
+        is_late = False
+        for one in self._in_order():
+            is_late = is_late or "exit_code" in one.header
+            for entry in one.entries():
+                if is_late and entry.data.startswith(RECORD):
+                    return True
+                is_late = is_late or entry.data.startswith(JSON)
+        return False
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that it has logged, and W&B may lack."""
@@ -252,7 +260,7 @@ class Attempt:
     def saved_files(self) -> dict[str, Path]:
         """Return where the files are that it has saved, by their names: also those of rows, such as images."""
         has_unsent = self.journals or is_unsent(self.directory)
-        in_journals = (item.path for kind, record, _ in self.settings() if kind == "files" for item in record.files)
+        in_journals = (item.path for kind, record, _ in self.settings if kind == "files" for item in record.files)
         names = (*datastore.saved_files(self.directory), *in_journals)
         return {name: self.directory / "files" for name in names if has_unsent}
 

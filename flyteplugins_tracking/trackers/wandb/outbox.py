@@ -16,7 +16,7 @@ import contextlib
 import secrets
 import threading
 from binascii import b2a_base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class WandbOutbox:
         self._begin()
         self._journal.make()
         self.kept_artifacts: set[str] = set()
-        self._order = threading.RLock()  # what is kept has the order in which wandb-core gets it
+        self._order = threading.RLock()  # rows are kept in the order in which wandb-core gets them
         vendor.on_records(run, self._publish, self._deliver)
 
     def _begin(self) -> None:
@@ -156,13 +156,13 @@ class WandbOutbox:
     def _publish(self, publish: Callable[..., object], record: Any, **more: Any) -> None:
         if self._keeper == threading.get_ident():
             self._keep(record)
-            return
-        with self._order:
-            publish(record, **more)
-            if record.request.HasField("partial_history"):
+        elif record.request.HasField("partial_history"):
+            with self._order:
+                publish(record, **more)
                 self.put(record.request.partial_history)
-            else:
-                self._keep(record)
+        else:  # without the lock: the client's own thread may print, which is a record too
+            publish(record, **more)
+            self._keep(record)
 
     def _deliver(self, deliver: Callable[[Any], Any], record: Any) -> Any:
         """Give wandb-core a record that it answers. An artifact is kept before that."""
@@ -177,6 +177,10 @@ class WandbOutbox:
                 self._put_artifact(record.request.log_artifact.artifact.SerializeToString())
         elif any(record.HasField(kind) for kind in SETTING) and not self._is_paused:
             self._journal.add(record_of_setting(record.SerializeToString()))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Keep that the next row replaces what was set with these keys in the summary."""
+        self._journal.add(record_of_setting(vendor.removal_of(keys)))
 
     def put(self, row: Any) -> None:
         """Keep a row, or a part of one, that wandb-core has got."""

@@ -21,14 +21,14 @@ from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import RESTART_COUNT, ClientHandle, run_config, warn_of_changes
+from flyteplugins_tracking.trackers.client import ClientHandle, run_config, warn_of_changes
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import Upload
-from flyteplugins_tracking.trackers.wandb.late import LateRows
 from flyteplugins_tracking.trackers.wandb.names import HOST
+from flyteplugins_tracking.trackers.wandb.placement import Placement
 from flyteplugins_tracking.trackers.wandb.sender import close_again
 
 logger = logging.getLogger(__name__)
@@ -92,13 +92,11 @@ class WandbHandle(ClientHandle):
         self._timed_out = False  # whether W&B may lack rows after the run's end
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
-        self.has_definitions = False  # whether the function, or a rollback, has defined how columns are drawn
-        self._drawn: set[str] = set()  # the keys that `draw_over` has defined
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
         # The keys of the config that this attempt has not set yet, and an earlier one has.
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
-        self._rollback = Rollback(self, request)
+        self._placement = Placement(run, self.kind, request, self.warn_once)
         if self._is_ours:
             self._take_over()
 
@@ -192,14 +190,15 @@ class WandbHandle(ClientHandle):
         return name
 
     def _make_row(self, data: Any) -> Any:
-        if self._summary and isinstance(data, dict):  # for another type, W&B says why
-            for key in self._summary.keys() & data.keys():
-                del self._summary[key]  # the row's value comes later
+        # For another type, W&B says why.
+        if self._summary and isinstance(data, dict) and (replaced := self._summary.keys() & data.keys()):
+            self._outbox.forget(replaced)
+            self._summary = {key: value for key, value in self._summary.items() if key not in replaced}
         return data
 
     def write(self, row: Any, step: Any, **kwargs: Any) -> None:
-        if step is not None or self._rollback.distance:
-            row, step = self._rollback.place(row, step)
+        if step is not None or self._placement.distance:
+            row, step = self._placement.place(row, step)
         self.kind.log(self.run, row, step, **kwargs)
 
     def _write(self, row: Any, step: Any, kwargs: Mapping[str, Any]) -> None:
@@ -213,7 +212,7 @@ class WandbHandle(ClientHandle):
         if os.getpid() != self.pid:
             return method(self.run, *args, **kwargs)
         self.request.sigterm.before_row()
-        self.has_definitions |= method.__name__ == "define_metric"
+        self._placement.has_definitions |= method.__name__ == "define_metric"
 
         def call() -> Any:
             return method(self.run, *args, **kwargs)
@@ -406,71 +405,6 @@ class WandbHandle(ClientHandle):
         if outbox.label_of(self.request) is not None:
             return how_to_send(outbox.directory_to_send(self.request, self.run))
         return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
-
-    def draw_over(self, key: str, column: str) -> None:
-        """Have W&B draw a key over a column. Rows without a value of the column get none."""
-        if key not in self._drawn and "*" not in key:
-            self._drawn.add(key)
-            self.kind.define_metric(self.run, key, step_metric=column, step_sync=False)
-
-    def known_step(self) -> int | None:
-        """The step of the run's current row; None if other processes log into the run too."""
-        return self._outbox.next_step
-
-    def first_step(self) -> int:
-        """The first step of this attempt: the run has those below it from earlier ones."""
-        known = self._outbox.first_step
-        return int(self.run.starting_step) if known is None else known
-
-    def next_step(self) -> int:
-        """The step of the next row."""
-        known = self._outbox.next_step
-        # W&B says 0 until a row was logged.
-        return max(int(self.run.step), int(self.run.starting_step)) if known is None else known
-
-
-class Rollback:
-    """Keeps the rows of a job that goes back to its checkpoint, and logs steps that the run has already.
-
-    W&B drops a row whose step is below the run's last one. Here such a row lands at the run's next step instead, with
-    the step in a column of its own, and with the number of the restart, which tells the attempts apart.
-    """
-
-    def __init__(self, handle: WandbHandle, request: RunRequest) -> None:
-        self._handle = handle
-        self._column = request.config.step_metric
-        self._restart_count = request.restart_count
-        self.distance = 0  # the same for all rows: calls of one step stay one row
-        self._late = LateRows(handle, self._column)
-
-    def place(self, data: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row and the step with which W&B keeps them; the step is None if the user gives none."""
-        # A run without an earlier attempt has no step below 0 to go back to: W&B drops such a row.
-        if step is not None and not self.distance and max(step, 0) < self._handle.first_step():
-            self._go_back(step)
-        if not isinstance(data, Mapping) or (step is None and not self.distance):  # for another type, wandb says why
-            return data, step
-        if not self.distance:
-            return self._late.place(data, step, step)
-        columns = {} if step is None else {self._column: step}
-        row = {**columns, RESTART_COUNT: self._restart_count, **data}
-        return row, None if step is None else self._late.place(row, step, step + self.distance)[1]
-
-    def _go_back(self, step: int) -> None:
-        next_step = self._handle.next_step()
-        if next_step <= step:
-            return
-        self.distance = next_step - step
-        self._handle.run.define_metric("*", step_metric=self._column)
-        logger.warning(
-            "W&B: the job continues at step %s, and its run has the steps up to %d already. All rows are kept: those "
-            "of this attempt are at the run's next steps, with their own steps in %r and %s=%d",
-            step,
-            next_step - 1,
-            self._column,
-            RESTART_COUNT,
-            self._restart_count,
-        )
 
 
 def guard(run: Any, is_shared: bool) -> None:

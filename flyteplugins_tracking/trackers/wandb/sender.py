@@ -266,8 +266,8 @@ class Sender:
         """
         sizes = [attempts.file_size(path) for path in directories]
         try:
-            for one in map(Attempt.at, directories):  # before rows, which get the columns of axes
-                self._repeat(one, "metric")
+            for path in directories:  # before rows, which get the columns of axes
+                self._repeat((self._reads.get(path) or self._begin(path)).reading.attempt, "metric")
             while self.send(directories):
                 pass
             left = [self._reads[path].reading.attempt for path in directories]
@@ -462,7 +462,7 @@ class Sender:
 
     def _repeat(self, attempt: Attempt, *kinds: str) -> None:
         """Send what a process has set in the run, and kept in a journal: W&B may lack it, and its own file too."""
-        for kind, record, data in attempt.settings():
+        for kind, record, data in attempt.settings:
             if kind == "summary" in kinds:
                 vendor.forward_summary(self._run, record)
             elif kind == "run" in kinds:
@@ -1034,7 +1034,9 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
         TrackerUnavailableError: It lacks a file or an artifact that is not on this disk any more.
     """
     is_ended = found is not None and found.state in STATES and found.state != "crashed"  # that is W&B's guess
-    if found is None or not is_ended or any(attempts.is_unsent(one.directory) for one in left):
+    if found is None or not is_ended:
+        return False
+    if any(attempts.is_unsent(one.directory) or one.has_late_settings() for one in left):
         return False
     directories, files = [one.directory for one in left], Files(place, left)
     files.ask(found, has_later=_is_later(found.last_at, left))
