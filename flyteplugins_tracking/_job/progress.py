@@ -15,6 +15,9 @@ _rows = _heartbeats = 0
 _optimizer_steps: dict[int, int] = {}
 # The thread whose rows do not count.
 _ignored_thread = 0
+# What a thread calls that logs a row, if none has for so many seconds; and when one has.
+looks: list[Callable[[], object]] = []
+_LOOK_S, _looked_at = 0.1, 0.0
 
 
 def heartbeat() -> None:
@@ -29,11 +32,16 @@ def heartbeat() -> None:
 
 
 def count_row() -> None:
-    """Count a row that this rank is about to log, unless it is of the thread that is ignored."""
-    global _last_s, _rows
+    """Count a row that this rank is about to log, unless it is of the thread that is ignored. Fast: for each row."""
+    global _last_s, _rows, _looked_at
+    now = time.monotonic()
     if threading.get_ident() != _ignored_thread:
-        _last_s = time.monotonic()
+        _last_s = now
         _rows += 1
+    if now > _looked_at + _LOOK_S:
+        _looked_at = now
+        for look in looks:
+            look()
 
 
 def last_progress() -> float:

@@ -237,9 +237,9 @@ class Run:
         return self.asked.config.run_mode == "new" and not self.plan.first
 
 
-def _before_row() -> None:
-    """Count a row. A function that connects its ranks has mostly done so by then, and may leave them before its end."""
-    progress.count_row()
+def _look() -> None:
+    """Listen for SIGTERM again. A function that connects its ranks has mostly done so by a row, and may leave them."""
+    SIGTERM.listen_again()
     for run in state.runs[:]:
         if run.may_be_rank:
             _warn_of_late_group(run, detect_process_group())
@@ -344,7 +344,8 @@ def _for_each_run(action: Callable[[Run], object], timeout_s: float) -> None:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-SIGTERM = register(Sigterm(end_open_runs, mark_open_runs, _before_row))
+SIGTERM = register(Sigterm(end_open_runs, mark_open_runs, progress.count_row))
+progress.looks.append(_look)
 
 
 def _or_terminated(exit_code: int) -> int:

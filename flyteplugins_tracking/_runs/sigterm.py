@@ -67,8 +67,6 @@ _CLOSING_S = 4.0
 _VENDOR_S = 1.0
 # A process that the signal would have ended ends this long after its function, whatever threads nobody stops.
 _AFTERWARDS_S = 10.0
-# How often the wakeup fd is taken back from an asyncio loop that the function has started.
-_LOOK_S = 0.1
 # The callbacks of weak references, where Python drops an exception as in a destructor.
 _CALLBACKS = frozenset({"weakref", "_weakrefset"})
 # The package of torchelastic's agent. Nothing else tells its handler, which is a private function, from a user's.
@@ -103,16 +101,16 @@ class Sigterm(PerProcess):
         self,
         end_runs: Callable[[float], object],
         tell_services: Callable[[float], object],
-        on_row: Callable[[], object],
+        before_row: Callable[[], None],
     ) -> None:
         """Does not listen yet.
 
         Args:
             end_runs: Ends all open runs of this process with status 143. Returns after a number of seconds at most.
             tell_services: Prepares them for a handler that may end the process. Returns as `end_runs` does.
-            on_row: Called before each row.
+            before_row: Counts a row, and calls `listen_again` now and then.
         """
-        self._end_runs, self._tell_services, self._on_row = end_runs, tell_services, on_row
+        self._end_runs, self._tell_services, self.before_row = end_runs, tell_services, before_row
         self._pipe = WakeupFd()
         self._changing = threading.Lock()  # held while a function is added or removed
         self._reading = threading.Lock()  # held until it is known what was read
@@ -131,7 +129,6 @@ class Sigterm(PerProcess):
         self._timeout_s = 0.0  # `kill_after_s` less 5 s
         self._packages: frozenset[str] = frozenset()  # the vendors'
         self._postponement: Postponement | None = None
-        self._looked_at = 0.0  # when it was looked whether the wakeup fd is ours
         self.interrupted_at: float | None = None  # when Ctrl-C came while a run is closed
 
     # A fork. The child puts back the handlers before it gets a signal, which would reach the parent's thread.
@@ -152,7 +149,7 @@ class Sigterm(PerProcess):
             self._restore()
         self._pipe.close()
         self._functions, self._thread = 0, None
-        self.__init__(self._end_runs, self._tell_services, self._on_row)  # type: ignore[misc]
+        self.__init__(self._end_runs, self._tell_services, self.before_row)  # type: ignore[misc]
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -284,11 +281,9 @@ class Sigterm(PerProcess):
         """When that SIGTERM came, in seconds of `time.monotonic`; None if none has."""
         return self._signalled_at if self._functions else None
 
-    def before_row(self) -> None:
-        """Count a row, and take the wakeup fd back from an asyncio loop of the function's. Fast: before each row."""
-        self._on_row()
-        if time.monotonic() > self._looked_at + _LOOK_S and self._functions and _is_main():
-            self._looked_at = time.monotonic()
+    def listen_again(self) -> None:
+        """Take the wakeup fd back from an asyncio loop of the function's, if this is the main thread."""
+        if self._functions and _is_main():
             self._pipe.divert()
 
     # Installation, in the main thread

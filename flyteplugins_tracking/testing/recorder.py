@@ -421,7 +421,7 @@ class _Handle(ClientHandle):
         self._state.summary.update(values)
 
     def _end(self, exit_code: int) -> None:
-        self._state.summary.update(self._path.next_row.take())  # no row of its own, which the function has not logged
+        self._state.summary.update(self._next_row.take())  # no row of its own, which the function has not logged
         super()._end(exit_code)
 
     def end(self, exit_code: int) -> None:

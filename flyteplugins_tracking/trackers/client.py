@@ -31,7 +31,7 @@ from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
-from flyteplugins_tracking.trackers.rows import MetricSanitizer, RowPath
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +90,22 @@ class ClientHandle(Handle):
 
     vendors_keys: tuple[str, ...] = ()
 
-    def __init__(self, request: RunRequest, title: str, values: MetricSanitizer | None = None) -> None:
+    def __init__(
+        self,
+        request: RunRequest,
+        title: str,
+        values: MetricSanitizer | None = None,
+        gate: Gate | None = None,
+        barrier: WriterBarrier | None = None,
+    ) -> None:
         """Initialize the handle of a run that is open.
 
         Args:
             request: The decorator's request for this run.
             title: The service's name in messages.
             values: Makes rows of logged values.
+            gate: The run's gate, if several threads may call the client at a time.
+            barrier: Where the primary waits for the other ranks, if this process has entered it.
         """
         self.id = request.plan.run_id or new_id()
         self.run: Any = Run(self)
@@ -104,13 +113,13 @@ class ClientHandle(Handle):
         self.ends_run = request.plan.ends_run
         self._title = title
         self._values = values or MetricSanitizer(title, prefix_of(request))
-        self._barrier = WriterBarrier.of_ranks(request, title)
-        self._gate = Gate(title, self.id, one_at_a_time=True)
+        self._barrier = barrier or WriterBarrier.of_ranks(request, title)
+        self._gate = gate or Gate(title, self.id, one_at_a_time=True)
         self._ended_with: int | None = None  # the status that `end` has got
         self._late = threading.RLock()  # held while something is logged to a run that a signal has ended
         self._waiting: deque[Callable[[], object]] = deque()  # what was logged while it ended
         self._is_late = False  # whether something was logged since
-        self._path = RowPath(title, self._gate, request.sigterm.before_row, self._values.clean)
+        self._next_row = NextRow()
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._restart_count = request.restart_count if request.plan.primary else 0
@@ -137,11 +146,20 @@ class ClientHandle(Handle):
         Raises:
             TypeError: `data` is not a mapping of strings to values.
         """
+        if self._gate.state == "finished" and self._gate.refuses():
+            return
+        self.request.sigterm.before_row()
+        row = self._make_row(data)
+        if self._next_row.waiting and isinstance(row, dict):
+            row = {**self._next_row.take(), **row}
+        self._gate.call(self._write, self._write_late, row, step, kwargs)
 
-        def write(row: Mapping[str, Any]) -> None:
-            self._write(row, step, kwargs)
+    def _make_row(self, data: Any) -> Any:
+        """Return a row as the service takes it: a new mapping."""
+        return self._values.clean(data)
 
-        self._path.log(data, write, lambda row: self._act_late(lambda: write(row)))
+    def _write_late(self, *row: Any) -> None:
+        self._act_late(lambda: self._write(*row))
 
     def pass_on(self, action: Callable[[], object]) -> None:
         """Call `action`, which writes to the run. If the function has ended, do not."""
@@ -193,7 +211,7 @@ class ClientHandle(Handle):
         return new
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
-        self._path.next_row.add(values)
+        self._next_row.add(values)
 
     @property
     def last_step(self) -> Any:
@@ -206,7 +224,7 @@ class ClientHandle(Handle):
 
     def finish(self, exit_code: int) -> None:
         try:
-            self._gate.end(lambda: self._end(exit_code), self._end_again, is_last=True)
+            self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code), is_last=True)
         finally:
             if self._barrier is not None:
                 self._barrier.depart(self.request, self._title, exit_code)
@@ -215,12 +233,12 @@ class ClientHandle(Handle):
         self._gate.end(lambda: self._end(exit_code), self._act_waiting)
 
     def _end(self, exit_code: int) -> None:
-        if self._path.next_row.waiting:  # for a next row that does not come
-            self._write(self._path.next_row.take(), self.last_step, {})
+        if self._next_row.waiting:  # for a next row that does not come
+            self._write(self._next_row.take(), self.last_step, {})
         self._ended_with = exit_code or self._told_status or 0
         self.end(self._ended_with)
 
-    def _end_again(self) -> None:
+    def _end_again(self, exit_code: int) -> None:  # noqa: ARG002 as W&B's run may not have ended
         """Send what was logged since a signal has ended the run. Its status stays."""
         self._act_waiting()
         if self._is_late and self._ended_with is not None:

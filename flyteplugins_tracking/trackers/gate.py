@@ -90,28 +90,31 @@ class Gate(PerProcess):
         return is_finished
 
     @critical_section(_PATIENCE_S)
-    def call(self, method: Callable[[], T], otherwise: Callable[[], T | None] = lambda: None) -> T | None:
+    def call(
+        self, method: Callable[..., T], otherwise: Callable[..., T | None] = lambda *_: None, *args: Any
+    ) -> T | None:
         """Return what `method` returns if the run is open.
 
         Args:
             method: A call of the run.
             otherwise: Called instead if the run has ended, and if the service's process dies in the call.
+            *args: Their arguments.
         """
         me = threading.get_ident()
         if me in self._enders or (me in self._inside and self.state != "finished"):
-            return method()  # a call of the end; or of a call, or of a signal handler in one
+            return method(*args)  # a call of the end; or of a call, or of a signal handler in one
         if self.state == "open":
             # First this, and then a look at the state: the end changes it first, and then looks who is inside.
             self._inside.add(me)
             try:
                 with self._turn:
                     if self.state == "open":
-                        return method()
+                        return method(*args)
             except self._deaths() as error:
                 self.mark_dead(error)
             finally:
                 self._inside.discard(me)
-        return None if self.refuses() else otherwise()
+        return None if self.refuses() else otherwise(*args)
 
     # The run ends
 

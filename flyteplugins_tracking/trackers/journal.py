@@ -10,7 +10,7 @@ A record is in the operating system's hands when `add` returns: SIGKILL loses no
 CRC is the checksum of what follows, in hexadecimal digits. There is a newline before each line and one behind it, so
 that a damaged byte, or a line that a full disk has cut off, costs its own line only. Empty lines mean nothing.
 
-A record of W&B's is in `wandb.attempts.record_of`. One of the other trackers is JSON that no service's format is in:
+A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is JSON that no service's format is in:
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
     {"call": "log_params", "args": [...], "kwargs": {...}}  params and tags of MLflow, and what Pluto's client has made
@@ -112,7 +112,8 @@ class Journal(PerProcess):
             record: Bytes without a newline.
         """
         with self._lock:
-            self.make()
+            if self._file < 0:
+                self.make()
             while True:
                 number = self.added
                 line = _line(b"%d" % number, record)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.journal import LARGEST_STEP
 
 logger = logging.getLogger(__name__)
@@ -138,67 +137,6 @@ class NextRow:
         with self._lock:
             values, self.waiting = self.waiting, {}
         return values
-
-
-class RowPath:
-    """The way of each row that the function logs to a run, whatever the tracker.
-
-    The row is counted, its keys are checked, it is made what the service takes, the values that wait for it are added,
-    and the gate lets it pass to the run, or has it kept.
-
-    Attributes:
-        next_row: The values that wait.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        gate: Gate,
-        count: Callable[[], object],
-        make: Callable[[Any], Any],
-        roles: Sequence[str] | None = None,
-    ) -> None:
-        """Initialize the way of the rows of one run.
-
-        Args:
-            title: The service's name in messages.
-            gate: The run's gate.
-            count: Called before each row.
-            make: Returns a row as the service takes it: a new mapping.
-            roles: The names of the run's roles, below which its owner must not log.
-        """
-        self.next_row = NextRow()
-        self._title, self._gate, self._count, self._make = title, gate, count, make
-        self._roles, self._known = frozenset(roles or ()), set[str]()
-        self._warn_once = WarnOnce(logger)
-
-    def log(self, data: Any, write: Log, keep: Log) -> None:
-        """Log a row.
-
-        Args:
-            data: What the function has logged.
-            write: Called with the row if the run is open.
-            keep: Called with the row if the run has ended, and its function has not.
-        """
-        if self._gate.refuses():
-            return
-        self._count()
-        self._check_keys(data)
-        row = self._make(data)
-        if self.next_row.waiting and isinstance(row, dict):
-            row = {**self.next_row.take(), **row}
-        self._gate.call(lambda: write(row), lambda: keep(row))
-
-    def _check_keys(self, data: Any) -> None:
-        """Warn about keys that were not logged before, if the owner of the run logs below the name of a role."""
-        if not self._roles or not isinstance(data, Mapping) or data.keys() <= self._known:
-            return
-        self._known.update(data)
-        for key in data:
-            role = str(key).partition("/")[0]
-            if role in self._roles and role != key:
-                text = "%s: the owner of the run logs %r, and its role %r has keys below that name: rename one of them"
-                self._warn_once(role, text, self._title, key, role)
 
 
 class Steps:

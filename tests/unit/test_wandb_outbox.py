@@ -46,7 +46,7 @@ def journal_in(directory: Path, place, rows, name: str = "rows-1", step: int | N
     journal = Journal(directory, name, {"place": place, "step": step, **more})
     for values, at in rows:
         journal.header["step"] = at
-        journal.add(attempts.record_of(json.dumps(values).encode(), at))
+        journal.add(outbox.record_of(json.dumps(values).encode(), at))
     journal.close()
 
 
@@ -132,7 +132,7 @@ def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once
     )
     for number in range(10):
         row = json.dumps({"n": number, "_timestamp": 1.8e9 + number}).encode()
-        journal.add(attempts.record_of(row, number, is_placed=True))
+        journal.add(outbox.record_of(row, number, is_placed=True))
     journal.close()
     later = earlier.with_name("run-20260103_000000-tail")
     rows = [({"n": number, "_timestamp": 1.8e9 + number}, ROWS + number) for number in range(4)]
@@ -164,6 +164,32 @@ def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_ke
     assert "rows could not be kept: those that W&B has not got are lost. To send the rest" in caplog.text
     assert "Nothing is lost" not in caplog.text
     run.finish()
+
+
+def test_what_is_set_in_a_run_is_kept_without_what_later_rows_replace(run):
+    """Also behind its end, which `send` must not take for one that W&B has all of."""
+    made, directory = begun(run), outbox.run_directory(run)
+    handle = handle_of(run)
+    run.config.update({"lr": 1})
+    run.summary.update({"n": 7, "nested": {"a": 1, "b": 2}, "best": 3})
+    run.define_metric("n", step_metric="t")
+    run.log({"n": 0})
+    del run.summary["nested"]["a"]
+    made.keep_end(0)
+    made.close()
+    assert not Attempt.at(directory).has_late_settings()
+    with made.alone(run):
+        run.config.update({"late": 2})
+    made.close()
+    found = Attempt.at(directory)
+    *others, (_, summary, _) = found.settings
+    assert [kind for kind, _, _ in others] == ["config", "metric", "config"]
+    values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in summary}
+    assert "n" not in values
+    assert values["best"] == 3
+    assert found.has_late_settings()
+    assert run.config["late"] == 2
+    handle.finish(0)
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
@@ -204,7 +230,7 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
 def test_rows_below_the_first_step_are_not_parsed(tmp_path):
     journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": 0})
     for number in range(100):
-        journal.add(attempts.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
+        journal.add(outbox.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
     journal.close()
     assert [row.step for row in Attempt.at(tmp_path).rows(95)] == [95, 96, 97, 98, 99]
 

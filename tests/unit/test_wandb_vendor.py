@@ -69,14 +69,21 @@ def test_a_run_that_a_fork_has_inherited_is_not_the_childs(run, monkeypatch):
 
 def test_rows_and_records_have_every_part(run, no_warning):
     kept = []
-    vendor.on_rows(run, lambda row, step, commit: kept.append((vendor.parse_row(row), step, commit)))
+
+    def publish(hand_on, record, **more):
+        hand_on(record, **more)
+        if record.request.HasField("partial_history"):
+            kept.append(record.request.partial_history)
+
+    asked = []
+    vendor.on_records(run, publish, lambda deliver, record: (asked.append(record), deliver(record))[1])
     run.log({'a"b': 0.5, "nested": {"a": 1}}, step=3)
     run.log({"x": 1}, commit=False)
-    row, step, commit = kept[0]
-    assert (row['a"b'], row["nested"], step, commit) == (0.5, {"a": 1}, 3, None)
+    row = vendor.parse_row(kept[0].SerializeToString())
+    assert (row['a"b'], row["nested"], kept[0].step.num, kept[0].HasField("action")) == (0.5, {"a": 1}, 3, False)
     assert row["_timestamp"] > 1e9
-    assert kept[1][1:] == (None, False)
-    assert (run.starting_step, run.step) == (0, 3)
+    assert (kept[1].HasField("step"), kept[1].action.flush) == (False, False)
+    assert (run.starting_step, run.step, len(asked)) == (0, 3, 1)
     vendor.flush(run, 5)
     file = next(Path(run.dir).parent.glob("*.wandb"))
     deadline = time.monotonic() + 30
@@ -228,7 +235,7 @@ def test_wandb_has_every_setting_that_keeps_rows(no_warning, bare_environment, t
 # Calls with a wandb that has no private part: what they return, or that they raise the one clear error.
 RUN = SimpleNamespace()
 WITHOUT = {
-    "on_rows": (lambda: vendor.on_rows(RUN, print), False),
+    "on_records": (lambda: vendor.on_records(RUN, print, print), None),
     "open_runs": (lambda: vendor.open_runs(), []),
     "restart_service": (lambda: vendor.restart_service(), False),
     "drop_unusable_service": (lambda: vendor.drop_unusable_service(), None),
@@ -238,7 +245,6 @@ WITHOUT = {
     "replace_sync_command": (lambda: vendor.replace_sync_command(RUN, str), None),
     "set_config": (lambda: vendor.set_config(RUN, {}), None),
     "outside_sweep": (lambda: vendor.outside_sweep().__enter__(), TrackerNotInstalledError),
-    "without_service": (lambda: vendor.without_service(RUN), TrackerNotInstalledError),
     "effective_settings": (lambda: vendor.effective_settings(RUN), TrackerNotInstalledError),
     "set_required": (
         lambda: vendor.set_required(import_module("wandb").Settings(), x_gone=1),

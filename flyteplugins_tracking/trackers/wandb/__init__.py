@@ -1,9 +1,9 @@
 """Weights & Biases. `wandb` is imported when a run is opened, and only then.
 
 Here is the tracker. In the room: ids and addresses (`names`), opening a run (`open`), an open run (`run`), a
-`wandb.init` while it is open (`inner`), rows at a lower step (`late`), the upload at its end (`ending`), a run with
-several writers (`shared`) and the numbers of their rows (`roles`), rows that W&B may not have (`outbox`, `attempts`,
-`datastore`, `sender`), the doctor's half (`diagnose`) and the private parts of `wandb` (`vendor`).
+`wandb.init` while it is open (`inner`), rows at a lower step (`placement`), the upload at its end (`ending`), a run
+with several writers (`shared`) and the numbers of their rows (`roles`), rows that W&B may not have (`outbox`,
+`attempts`, `datastore`, `sender`), the doctor's half (`diagnose`) and the private parts of `wandb` (`vendor`).
 """
 
 from __future__ import annotations

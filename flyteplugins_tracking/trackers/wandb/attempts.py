@@ -21,7 +21,7 @@ import json
 import re
 import socket
 import time
-from binascii import a2b_base64, b2a_base64
+from binascii import a2b_base64
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,9 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 
 _OFFLINE = "offline-"
 # What an artifact's record in a journal begins with, and one of JSON. That of a row begins with numbers.
-_ARTIFACT, _JSON = b"artifact", b"{"
+ARTIFACT, JSON, RECORD = b"artifact", b"{", b"record"
+# The records of W&B's client that set something in a run, which a journal has too.
+SETTING = ("config", "summary", "metric", "run", "files")
 # How long after the last rows were sent W&B's count of them may be wrong.
 LATE_S = 6.0
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
@@ -131,7 +133,7 @@ class Attempt:
     @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
-        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(_JSON))
+        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(JSON))
         for end in (*(one.header for one in self.journals), *map(json.loads, kept)):
             if "exit_code" in end:
                 return int(end["exit_code"])
@@ -216,20 +218,51 @@ class Attempt:
         return (row._replace(step=last.step + 1 + place) for place, row in enumerate(new))
 
     def _kept(self, since: int) -> Iterator[Row]:
-        in_order = sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
-        return chain.from_iterable(rows_of(journal, since) for journal in in_order)
+        return chain.from_iterable(rows_of(journal, since) for journal in self._in_order())
+
+    def _in_order(self) -> list[StoredJournal]:
+        return sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
+
+    @functools.cached_property
+    def settings(self) -> list[tuple[str, Any, bytes]]:
+        """The records in journals that set something in the run; of the summary one, the last."""
+        found: list[tuple[str, Any, bytes]] = []
+        summary: dict[tuple[str, ...], Any] = {}
+        kept = (entry.data.partition(b" ") for one in self._in_order() for entry in one.entries())
+        for data in (a2b_base64(text) for head, _, text in kept if head == RECORD):
+            kind, record = vendor.parse_record(data)
+            if kind != "summary":
+                found.append((kind, record, data))
+                continue
+            gone = [tuple(item.nested_key) or (item.key,) for item in record.remove]
+            summary = {path: one for path, one in summary.items() if not any(path[: len(it)] == it for it in gone)}
+            summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
+        return [*found, ("summary", list(summary.values()), b"")]
+
+    def has_late_settings(self) -> bool:
+        """Whether something was set in the run behind its end."""
+        is_late = False
+        for one in self._in_order():
+            is_late = is_late or "exit_code" in one.header
+            for entry in one.entries():
+                if is_late and entry.data.startswith(RECORD):
+                    return True
+                is_late = is_late or entry.data.startswith(JSON)
+        return False
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that it has logged, and W&B may lack."""
         kept = (entry.data.partition(b" ") for one in self.journals for entry in one.entries())
-        in_journals = (a2b_base64(data) for head, _, data in kept if head == _ARTIFACT)
+        in_journals = (a2b_base64(data) for head, _, data in kept if head == ARTIFACT)
         in_file = datastore.artifacts(self.directory) if is_unsent(self.directory) else ()
         yield from map(vendor.KeptArtifact.of, chain(in_journals, in_file))
 
     def saved_files(self) -> dict[str, Path]:
         """Return where the files are that it has saved, by their names: also those of rows, such as images."""
         has_unsent = self.journals or is_unsent(self.directory)
-        return {name: self.directory / "files" for name in datastore.saved_files(self.directory) if has_unsent}
+        in_journals = (item.path for kind, record, _ in self.settings if kind == "files" for item in record.files)
+        names = (*datastore.saved_files(self.directory), *in_journals)
+        return {name: self.directory / "files" for name in names if has_unsent}
 
     def mark_sent(self, size: int | None = None) -> None:
         """Note that W&B has everything. `size` is that of the file when it was read, if it may have grown since."""
@@ -294,7 +327,7 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
 
 
 def _is_row(entry: Entry) -> bool:
-    return not entry.data.startswith((_JSON, _ARTIFACT))
+    return not entry.data.startswith((JSON, ARTIFACT, RECORD))
 
 
 def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
@@ -303,30 +336,13 @@ def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
         step_text, is_placed, data = entry.data.split(b" ", 2)
         if 0 <= (step := int(step_text)) < since:
             continue
-        values = json.loads(data) if data.startswith(_JSON) else vendor.parse_row(a2b_base64(data))
+        values = json.loads(data) if data.startswith(JSON) else vendor.parse_row(a2b_base64(data))
         if row is not None and (step < 0 or step != row.step):
             yield row
             row = None
         row = Row(step, values if row is None else {**row.values, **values}, is_placed == b"1")
     if row is not None:
         yield row
-
-
-def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> bytes:
-    """Return a row as a record of a journal.
-
-    Args:
-        row: The row: a JSON object, or as W&B's client has serialized it, which takes a tenth of the time.
-        step: Its step, if this process knows it.
-        is_placed: Whether the function has given the step.
-    """
-    text = row if row.startswith(_JSON) else b2a_base64(row, newline=False)
-    return b"%d %d %b" % (-1 if step is None else step, is_placed, text)
-
-
-def record_of_artifact(data: bytes) -> bytes:
-    """Return a serialized artifact as a record of a journal."""
-    return _ARTIFACT + b" " + b2a_base64(data, newline=False)
 
 
 # Directories

@@ -13,10 +13,10 @@ wandb-core gives the steps, and the run's file has them. If other clients write 
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from binascii import b2a_base64
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.wandb import vendor
-from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, record_of, record_of_artifact
+from flyteplugins_tracking.trackers.wandb.attempts import ARTIFACT, JSON, RECORD, SETTING, Attempt, Place
 
-# The run's attributes that hold its `WandbOutbox`, and what keeps plain rows: see `log_kept`.
-OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
+# The run's attribute that holds its `WandbOutbox`.
+OUTBOX = "_flyteplugins_tracking_outbox"
 # How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
 _COUNT_BITS, _RANDOM_BITS = 28, 25
 
@@ -80,6 +80,8 @@ class WandbOutbox:
     unkept_rows = 0
     earlier: Sequence[Path] = ()
     is_kept = True
+    _is_late = False  # whether something was kept alone
+    _keeper: int | None = None  # the thread whose records come here alone
     _is_row_open = False  # whether what is logged next, without a step, is put into the last row
     _is_paused = False
     _part = 0  # how many journals there are, one behind the other
@@ -95,7 +97,7 @@ class WandbOutbox:
             more: What else the readers of the journal need: values of JSON.
         """
         self.directory, self.place = directory, Place.of(run)
-        self._run, self._is_offline, self.column = run, bool(run.offline), more.get("column")
+        self._is_offline, self.column = bool(run.offline), more.get("column")
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         self._header = {"place": self.place, **more}
@@ -103,7 +105,8 @@ class WandbOutbox:
         self._begin()
         self._journal.make()
         self.kept_artifacts: set[str] = set()
-        self._keep_from(run)
+        self._order = threading.RLock()  # rows are kept in the order in which wandb-core gets them
+        vendor.on_records(run, self._publish, self._deliver)
 
     def _begin(self) -> None:
         self._part += 1
@@ -135,20 +138,61 @@ class WandbOutbox:
         self.next_step = None
         self._journal.describe(step=None)
 
-    def put(self, row: bytes, step: int | None, commit: bool | None) -> None:
-        """Keep a row, or a part of one, that wandb-core has got.
+    @contextlib.contextmanager
+    def alone(self, run: Any) -> Iterator[None]:
+        """Keep what this thread logs to the run in the body, and give wandb-core nothing: it has ended, or has died.
 
-        Args:
-            row: The row, as `record_of` takes it.
-            step: The step that was given with it.
-            commit: Whether it was said that the row is complete; None if nothing was said.
+        Only one thread is in a body.
         """
+        if not self._is_late:
+            vendor.take_late_calls(run, lambda: self._keeper == threading.get_ident())
+            self._is_late = True
+        before, self._keeper = self._keeper, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._keeper = before
+
+    def _publish(self, publish: Callable[..., object], record: Any, **more: Any) -> None:
+        if self._keeper == threading.get_ident():
+            self._keep(record)
+        elif record.request.HasField("partial_history"):
+            with self._order:
+                publish(record, **more)
+                self.put(record.request.partial_history)
+        else:  # without the lock: the client's own thread may print, which is a record too
+            publish(record, **more)
+            self._keep(record)
+
+    def _deliver(self, deliver: Callable[[Any], Any], record: Any) -> Any:
+        """Give wandb-core a record that it answers. An artifact is kept before that."""
+        self._keep(record)
+        return None if self._keeper == threading.get_ident() else deliver(record)
+
+    def _keep(self, record: Any) -> None:
+        if record.request.HasField("partial_history"):
+            self.put(record.request.partial_history)
+        elif record.request.HasField("log_artifact"):
+            with contextlib.suppress(Exception):  # then a warning at the run's end says that it is not kept
+                self._put_artifact(record.request.log_artifact.artifact.SerializeToString())
+        elif any(record.HasField(kind) for kind in SETTING) and not self._is_paused:
+            self._journal.add(record_of_setting(record.SerializeToString()))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Keep that the next row replaces what was set with these keys in the summary."""
+        self._journal.add(record_of_setting(vendor.removal_of(keys)))
+
+    def put(self, row: Any) -> None:
+        """Keep a row, or a part of one, that wandb-core has got."""
+        step = row.step.num if row.HasField("step") else None  # that was given with it
+        commit = row.action.flush if row.HasField("action") else None  # whether it was said that the row is complete
         if self.next_step is not None and step is not None:
             if step < self.next_step:
                 return  # wandb-core drops it
             self.next_step = step
         if not self._is_paused:
-            self._journal.add(record_of(row, step if self.next_step is None else self.next_step, step is not None))
+            known = step if self.next_step is None else self.next_step
+            self._journal.add(record_of(row.SerializeToString(), known, step is not None))
             self.unkept_rows += self._journal.is_closed
         self._is_row_open = not (commit or (commit is None and step is None))
         if self.next_step is not None and not self._is_row_open:
@@ -158,17 +202,6 @@ class WandbOutbox:
         """Keep the status with which the run is ended, and of what is logged after that: it may not be sent in time."""
         self._header = {**self._header, "exit_code": exit_code}
         self._journal.add(encode({"exit_code": exit_code}))
-
-    def without_service(self) -> Any:
-        """Return a copy of the run whose rows and artifacts come here only."""
-        copy = vendor.without_service(self._run)
-        self._keep_from(copy)
-        return copy
-
-    def _keep_from(self, run: Any) -> None:
-        if not vendor.on_rows(run, self.put):  # `log_kept` does it
-            vars(run)[_PLAIN] = self.put
-        vendor.on_artifacts(run, self._put_artifact)
 
     def _put_artifact(self, data: bytes) -> None:
         if self._is_paused:
@@ -201,9 +234,10 @@ class NoOutbox(WandbOutbox):
         self._journal, self.kept_artifacts = Journal.closed(), set()
         self._header: dict[str, Any] = {}
 
-    def without_service(self) -> Any:
-        """Return nothing: what is logged after the run's end is lost."""
-        return None
+    @contextlib.contextmanager
+    def alone(self, run: Any) -> Iterator[None]:  # noqa: ARG002 as the others have it
+        """Do nothing: what is logged to a run that has ended is lost."""
+        yield
 
     def close(self) -> None:
         """Do nothing."""
@@ -249,22 +283,26 @@ def of(run: Any) -> WandbOutbox:
     return found
 
 
-def log_kept(log: Callable[..., Any], run: Any, data: Any, step: Any, commit: Any, **kwargs: Any) -> None:
-    """Call `log` with a row, and keep its plain values if W&B's client does not show what it makes of it."""
-    keep: vendor.KeepRow | None = vars(run).get(_PLAIN)
-    if keep is not None and isinstance(data, Mapping):
-        data = {"_timestamp": time.time(), **data}
-    log(run, data, step, commit, **kwargs)
-    if keep is not None:
-        keep(plain(data), step, commit)
+# Records of journals: `attempts` reads them
 
 
-def plain(data: Mapping[str, Any]) -> bytes:
-    """Return the plain values of a row, such as numbers and strings."""
-    values = {}
-    for key, value in data.items():
-        number = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
-        with contextlib.suppress(TypeError, ValueError):
-            json.dumps(number)
-            values[key] = number
-    return encode(values)
+def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> bytes:
+    """Return a row as a record of a journal.
+
+    Args:
+        row: The row: a JSON object, or as W&B's client has serialized it, which takes a tenth of the time.
+        step: Its step, if this process knows it.
+        is_placed: Whether the function has given the step.
+    """
+    text = row if row.startswith(JSON) else b2a_base64(row, newline=False)
+    return b"%d %d %b" % (-1 if step is None else step, is_placed, text)
+
+
+def record_of_artifact(data: bytes) -> bytes:
+    """Return a serialized artifact as a record of a journal."""
+    return ARTIFACT + b" " + b2a_base64(data, newline=False)
+
+
+def record_of_setting(data: bytes) -> bytes:
+    """Return a serialized record that sets something in a run as a record of a journal."""
+    return RECORD + b" " + b2a_base64(data, newline=False)

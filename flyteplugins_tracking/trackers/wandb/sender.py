@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -266,6 +266,8 @@ class Sender:
         """
         sizes = [attempts.file_size(path) for path in directories]
         try:
+            for path in directories:  # before rows, which get the columns of axes
+                self._repeat((self._reads.get(path) or self._begin(path)).reading.attempt, "metric")
             while self.send(directories):
                 pass
             left = [self._reads[path].reading.attempt for path in directories]
@@ -293,13 +295,13 @@ class Sender:
         files.ask(vendor.stored_run(self.place), has_later=self._later is not None)
         files.send(run, has_files)
         exit_code = self._exit_code(left)
+        for one in left:
+            self._repeat(one, *attempts.SETTING)
         if self._later is not None:
             self._later.restore(run)
         elif exit_code == 0 and not self._is_shared:
             vendor.forget(run, FAILURE_KEYS)
-        if close is not None:
-            close.say_again(run)
-        else:
+        if close is None:
             _of_run(left[-1], self.place)  # an attempt may have begun meanwhile
         if exit_code == TERMINATED:
             run.mark_preempting()
@@ -329,6 +331,8 @@ class Sender:
         is_part = base is not None and not self._is_whole
         read = _Read(column, base, Reading(attempt, self._next - (base or 0) if is_part and column is None else 0))
         self._reads[directory] = read
+        opened = None if base is None else datastore.description(directory)
+        read.described = opened and datastore.arguments_of(opened)
         of_run = self._media or attempts.directories_of(directory.parent, self.place.run_id)
         self._media = list(dict.fromkeys([directory, *of_run]))
         if found is None:
@@ -411,7 +415,7 @@ class Sender:
             for value in row.values.values():
                 if isinstance(value, (dict, list)):
                     self._save_media(value)
-            outbox.log_kept(self._kind.log, run, dict(row.values), None if row.step < 0 else row.step, True)
+            self._kind.log(run, dict(row.values), None if row.step < 0 else row.step, True)
             self.values.update(row.values)
             count += 1
         read.rows += count
@@ -453,9 +457,18 @@ class Sender:
         self._run.config.update(described["config"], allow_val_change=True)
         before, read.described = read.described, described
         for name in ("name", "notes", "tags"):
-            is_new = read.base is None if before is None else described[name] != before[name]
-            if is_new and described[name] is not None:
+            if described[name] is not None and (before is None or described[name] != before[name]):
                 setattr(self._run, name, described[name])
+
+    def _repeat(self, attempt: Attempt, *kinds: str) -> None:
+        """Send what a process has set in the run, and kept in a journal: W&B may lack it, and its own file too."""
+        for kind, record, data in attempt.settings:
+            if kind == "summary" in kinds:
+                vendor.forward_summary(self._run, record)
+            elif kind == "run" in kinds:
+                self._describe(self._reads[attempt.directory], {**datastore.arguments_of(record), "config": {}})
+            elif kind in kinds and kind in _REPLACING:
+                vendor.forward(self._run, data)
 
     def _summarize(self) -> None:
         """Send the summary that the function has set. That of columns, such as a minimum, wandb-core makes of the rows.
@@ -739,7 +752,7 @@ def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.Kep
     journal = Journal(directory, f"artifacts-{secrets.token_hex(3)}", {"place": place, "is_incomplete": True})
     journal.make()
     for one in artifacts:
-        journal.add(attempts.record_of_artifact(one.record.SerializeToString()))
+        journal.add(outbox.record_of_artifact(one.record.SerializeToString()))
     journal.close()
 
 
@@ -846,12 +859,11 @@ class Close:
     Attributes:
         place: Where the run is.
         run: The run as it is opened to send what is left; None before that.
-        say_again: Called with that run, behind the rows.
     """
 
-    def __init__(self, place: Place, limit: EndLimit, say_again: Callable[[Any], object]) -> None:
+    def __init__(self, place: Place, limit: EndLimit) -> None:
         self.run: Any = None
-        self.place, self.limit, self.say_again = place, limit, say_again
+        self.place, self.limit = place, limit
         self._upload: Upload | None = None
 
     def lasts(self) -> bool:
@@ -863,13 +875,12 @@ class Close:
         self.run, self._upload = run, Upload(run, self.limit)
 
 
-def close_again(run: Any, limit: EndLimit, say_again: Callable[[Any], object]) -> bool:
+def close_again(run: Any, limit: EndLimit) -> bool:
     """Have another wandb-core send what this process has kept of its run, and end it with the status in its journal.
 
     Args:
         run: The run, which has ended, or whose wandb-core has died.
         limit: How long that may take.
-        say_again: Called with the run as it is opened once more, behind the rows.
 
     Returns:
         Whether W&B has everything.
@@ -877,7 +888,7 @@ def close_again(run: Any, limit: EndLimit, say_again: Callable[[Any], object]) -
     made, is_done = outbox.of(run), False
     if not made.is_kept:
         return False
-    close = Close(made.place, limit, say_again)
+    close = Close(made.place, limit)
 
     def send_all() -> None:
         alone = nullcontext() if made.is_locked else _alone(Attempt.at(made.directory), run.id)
@@ -1023,7 +1034,9 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
         TrackerUnavailableError: It lacks a file or an artifact that is not on this disk any more.
     """
     is_ended = found is not None and found.state in STATES and found.state != "crashed"  # that is W&B's guess
-    if found is None or not is_ended or any(attempts.is_unsent(one.directory) for one in left):
+    if found is None or not is_ended:
+        return False
+    if any(attempts.is_unsent(one.directory) or one.has_late_settings() for one in left):
         return False
     directories, files = [one.directory for one in left], Files(place, left)
     files.ask(found, has_later=_is_later(found.last_at, left))

@@ -10,7 +10,6 @@ All writers have one step counter, which W&B counts. So here, `log(step=)` sets 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.rows import RowBuffer
-from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
+from flyteplugins_tracking.trackers.wandb import roles, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 
@@ -43,10 +42,10 @@ class SharedHandle(WandbHandle):
         next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
         self.prefix = prefix_of(request)
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
-        self._run_log, self._run_define = type(run).log, type(run).define_metric
-        self._barrier = barrier
         self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
-        super().__init__(run, before, request)
+        # The names below which the owner must not log, and the keys that were looked at.
+        self._roles, self._known = frozenset(() if self.prefix else request.config.roles or ()), set[str]()
+        super().__init__(run, before, request, barrier)
         self._show_primarys_config()
         self._show_own_config()
         if request.config.has_roles and request.plan.primary and self.files is not None:
@@ -54,11 +53,8 @@ class SharedHandle(WandbHandle):
 
     # Rows
 
-    def log(self, method: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> None:
-        if os.getpid() == self._pid:
-            self._rows.log(self._log_row, data, *args, **kwargs)
-        else:
-            super().log(method, self._prefixed(data), *args, **kwargs)
+    def log(self, data: Any, step: Any = None, **kwargs: Any) -> None:
+        self._rows.log(self._log_row, data, step, **kwargs)
 
     def log_part(self, method: Callable[..., Any], data: Any, step: Any = None, commit: bool | None = None) -> None:
         """Keep what `watch` adds to the next row for the row that the function logs next."""
@@ -68,16 +64,25 @@ class SharedHandle(WandbHandle):
             method(self.run, data, step, commit)
 
     def _log_row(self, row: dict[str, Any]) -> Any:
-        super().log(self._log_now, self._numbered(row))
+        self._check_keys(row)
+        super().log(self._numbered(row))
 
-    def _log_now(self, run: Any, row: Any, *_: Any) -> None:
-        self._run_log(run, row)
+    def _check_keys(self, row: Mapping[str, Any]) -> None:
+        """Warn about keys that were not logged before, if the owner of the run logs below the name of a role."""
+        if not self._roles or row.keys() <= self._known:
+            return
+        self._known.update(row)
+        for key in row:
+            role = str(key).partition("/")[0]
+            if role in self._roles and role != key:
+                text = "W&B: the owner of the run logs %r, and its role %r has keys below that name: rename one of them"
+                self.warn_once(role, text, key, role)
 
     def _log_own(self, row: Mapping[str, Any]) -> int:
         """Log a row of this library's, also while the run ends. Returns its number."""
-        waiting = self._path.next_row.take() if self._request.plan.role else {}
+        waiting = self._next_row.take() if self.request.plan.role else {}
         row = self._numbered({**waiting, **row})
-        outbox.log_kept(self._run_log, self._late or self.run, row, None, True)
+        self.kind.log(self.run, row, None, True)
         return int(row[str(self._outbox.column)])
 
     def _numbered(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,28 +91,28 @@ class SharedHandle(WandbHandle):
         return dict(row) if column is None else {**row, column: next(self._outbox.numbers)}
 
     def _define_step(self) -> None:
-        if self._request.plan.role is None:  # that of roles is defined
-            self.run.define_metric("*", step_metric=self._request.config.step_metric)
+        if self.request.plan.role is None:  # that of roles is defined
+            self.run.define_metric("*", step_metric=self.request.config.step_metric)
 
-    def _prefixed(self, name: Any) -> Any:
+    def prefixed(self, name: Any) -> Any:
         """Return a name of the function's with the prefix of its keys, or a mapping of such names."""
         if isinstance(name, Mapping):
-            return {self._prefixed(key): value for key, value in name.items()}
+            return {self.prefixed(key): value for key, value in name.items()}
         return self.prefix + name if isinstance(name, str) and not name.startswith(("_", self.prefix or "_")) else name
 
     # What else the function does with the run
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if method.__name__ == "define_metric" and self._request.plan.role is not None:
+        if method.__name__ == "define_metric" and self.request.plan.role is not None:
             # Of the role's own columns: "*" would be the owner's too.
             names = {**dict(zip(("name", "step_metric"), args, strict=False)), **kwargs}
-            named = {key: self._prefixed(names.pop(key)) for key in ("name", "step_metric") if key in names}
+            named = {key: self.prefixed(names.pop(key)) for key in ("name", "step_metric") if key in names}
             return super().use(method, *[*named.values(), *args[2:]], **names)
         return super().use(method, *args, **kwargs)
 
     def define(self, *args: Any, **kwargs: Any) -> None:
         """Define columns by their names in the run."""
-        super().use(self._run_define, *args, **kwargs)
+        super().use(self.kind.define_metric, *args, **kwargs)
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if accessor.__name__ != "step":
@@ -119,20 +124,20 @@ class SharedHandle(WandbHandle):
         return self._rows.logged if step is None else step
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._request.plan.role is None:
+        if self.request.plan.role is None:
             return super().change_summary(method, *args, **kwargs)
         if method.__name__ == "keys":
             return list(dict.fromkeys(key.removeprefix(self.prefix) for key in super().change_summary(method)))
         name, *values = args or (kwargs.pop("key", None),)
         if method.__name__ in ("__getitem__", "get"):  # what this role has set, and else what is in the run's summary
-            own, kind = self._prefixed(name), type(self.run.summary)
+            own, kind = self.prefixed(name), type(self.run.summary)
             is_own = own in super().change_summary(getattr(kind, "__wrapped__", kind).keys)
             return super().change_summary(method, own if is_own else name, *values, **kwargs)
-        return super().change_summary(method, self._prefixed(name), *values, **kwargs)
+        return super().change_summary(method, self.prefixed(name), *values, **kwargs)
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let only the primary change the config. wandb's own keys begin with _."""
-        request, (change, *value) = self._request, [*args, *kwargs.values()]
+        request, (change, *value) = self.request, [*args, *kwargs.values()]
         if isinstance(change, str):
             changes: Mapping[str, Any] = {change: next(iter(value), None)}
         else:  # W&B takes parsed arguments too
@@ -159,7 +164,7 @@ class SharedHandle(WandbHandle):
 
     def _show_primarys_config(self) -> None:
         """Show the function the config that the primary passes, or the calling task. This rank does not send it."""
-        request = self._request
+        request = self.request
         if request.plan.primary or request.plan.role is not None:
             return
         own = request.config.config
@@ -168,15 +173,15 @@ class SharedHandle(WandbHandle):
 
     def _show_own_config(self) -> None:
         """Show the function the config of its role at the top of `run.config`, over the owner's. It is not sent so."""
-        role = self._request.plan.role
+        role = self.request.plan.role
         if role is not None:
             section = dict(self.run.config).get(role, {})
             vendor.set_config(self.run, {key: value for key, value in section.items() if key != role})
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        super().record_event(name, {} if self._request.plan.role else values, text)
-        if self._request.plan.role:  # a row is kept, even if W&B keeps one writer's summary only
-            self._path.next_row.add(values)
+        super().record_event(name, {} if self.request.plan.role else values, text)
+        if self.request.plan.role:  # a row is kept, even if W&B keeps one writer's summary only
+            self._next_row.add(values)
 
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
         """Overwrite the values: a service that merges the summaries of writers keeps what one of them only removes."""
@@ -187,15 +192,7 @@ class SharedHandle(WandbHandle):
 
     def await_writers(self, exit_code: int) -> None:
         self._rows.commit(self._log_row)
-        if self._barrier is not None and exit_code == 0:
-            self._barrier.wait_for_run(self._request, "W&B")
-
-    def finish(self, exit_code: int) -> None:
-        try:
-            super().finish(exit_code)
-        finally:
-            if self._barrier is not None:
-                self._barrier.depart(self._request, "W&B", exit_code)
+        super().await_writers(exit_code)
 
     def _end(self, exit_code: int) -> None:
         if self._writer is not None:

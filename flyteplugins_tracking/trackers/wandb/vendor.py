@@ -9,7 +9,6 @@ how they end, and which rows arrive, does not depend on any but the first two.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import importlib
@@ -20,7 +19,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -53,7 +51,6 @@ _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at 
 # How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
 _ANSWER_S, _CUT_S = 1.0, 0.5
 _optional, _required = PARTS.optional, PARTS.required
-KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
 # How much of a file is read at once, in bytes.
@@ -568,24 +565,15 @@ def let_go(run: Any, limit_s: float) -> None:
     set_finished(run)
 
 
-def without_service(run: Any) -> Any:
-    """Return a copy of a run that has ended, whose calls reach no wandb-core. What they log can be kept: see `on_rows`.
+def take_late_calls(run: Any, is_late: Callable[[], bool]) -> None:
+    """Have a run that has ended, or will, take the calls of a thread of which `is_late` is true, instead of raising."""
+    kind: Any = type(run)
 
-    Required to keep what is logged after the end.
-    """
-    with _required("logging to a run that has ended"):
-        kind: Any = type(run).__mro__[1]
-        late, interface = kind.__new__(kind), copy.copy(interface_of(run))
-        vars(late).update(vars(run), _is_finished=False)
-        interface._publish = interface._deliver = lambda *_, **__: None
-        if hasattr(run, "_interface"):
-            late._interface = interface
-        else:
-            late._backend = copy.copy(run._backend)
-            late._backend.interface = interface
-        run.config._set_callback(late._config_callback)
-        run.summary._set_update_callback(late._summary_update_callback)
-    return late
+    def is_finished(run: Any) -> bool:
+        return bool(vars(run)["_is_finished"]) and not is_late()
+
+    ended = property(is_finished, lambda run, value: vars(run).update(_is_finished=value))
+    run.__class__ = type(kind.__name__, (kind,), {"_is_finished": ended, "__module__": kind.__module__})
 
 
 def set_resumed(run: Any, is_resumed: bool) -> None:
@@ -637,30 +625,21 @@ def flush(run: Any, timeout_s: float) -> None:
 # Rows, and the records of wandb-core's file
 
 
-def on_rows(run: Any, keep: KeepRow) -> bool:
-    """Call `keep` with each row as soon as wandb-core has it. Without it, such rows are not sent again.
+def on_records(run: Any, publish: Callable[..., Any], deliver: Callable[..., Any]) -> None:
+    """Have all that a run's client gives to wandb-core go through two functions, which get the client's own one first.
+
+    Without it, nothing is kept.
 
     Args:
         run: The open run.
-        keep: Takes a row, serialized, and the step and `commit` that were given.
-
-    Returns:
-        Whether that is done.
+        publish: Gives a record to wandb-core.
+        deliver: Gives it one that is answered.
     """
-    with _optional("of rows that are not sent at a kill, the next attempt sends plain values only, and no media"):
+    with _optional("rows that are not sent at a kill are lost"):
         interface = interface_of(run)
-        publish = type(interface)._publish_partial_history
-        lock = threading.RLock()  # threads log: the rows that are kept have the order of those that wandb-core gets
-
-        def published(row: Any) -> None:
-            with lock:
-                publish(interface, row)
-                commit = row.action.flush if row.HasField("action") else None
-                keep(row.SerializeToString(), row.step.num if row.HasField("step") else None, commit)
-
-        interface._publish_partial_history = published
-        return True
-    return False
+        first, second = interface._publish, interface._deliver
+        interface._publish = functools.partial(publish, first)
+        interface._deliver = functools.partial(deliver, second)
 
 
 def forward(run: Any, data: bytes) -> None:
@@ -684,6 +663,14 @@ def forward_summary(run: Any, update: Iterable[Any], remove: Iterable[Any] = ())
         forward(run, record.SerializeToString())
 
 
+def removal_of(keys: Iterable[str]) -> bytes:
+    """Return the serialized record that removes keys from a run's summary."""
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
+    for key in keys:
+        record.summary.remove.add().key = key
+    return bytes(record.SerializeToString())
+
+
 def leave_console_alone() -> str:
     """Have no run take what this process prints, from now on. Returns a setting, with which runs take consoles."""
     with _optional("of a run that is sent while it is logged, W&B gets no console"):
@@ -692,23 +679,6 @@ def leave_console_alone() -> str:
         kind._redirect = lambda *_, **__: None
         return "wrap"
     return "off"
-
-
-def on_artifacts(run: Any, keep: Callable[[bytes], object]) -> None:
-    """Call `keep` with each artifact, serialized, before wandb-core gets it.
-
-    Without it, an artifact is not sent again.
-    """
-    with _optional("artifacts that are not sent at a kill are lost"):
-        interface = interface_of(run)
-        deliver = type(interface)._deliver_artifact
-
-        def delivered(request: Any) -> Any:
-            with contextlib.suppress(Exception):  # then a warning at the run's end says that it is not kept
-                keep(request.artifact.SerializeToString())
-            return deliver(interface, request)
-
-        interface._deliver_artifact = delivered
 
 
 class KeptArtifact(NamedTuple):
