@@ -332,6 +332,8 @@ def test_a_run_that_the_user_has_open_beside_wandbs_global_one_is_left_alone(tmp
 def test_the_run_is_wandbs_own_object_and_can_be_pickled(tmp_path):
     done = runs(tmp_path, "vendors_object")
     assert done.returncode == 0, done.output
+    assert done.output.count("run ours is not open in this process: its function has ended") == 1
+    assert "join it before the function returns, or have both in one `with tracking_run():`" in done.output
 
 
 def test_the_client_reports_no_errors_of_its_own(tmp_path):

@@ -24,7 +24,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, run_config, warn_of_changes
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.gate import Gate
+from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
@@ -314,11 +314,15 @@ class WandbHandle(Handle):
         if self._is_ours:
             del vars(self.run)[HANDLE]
             self.run.__class__ = type(self.run).__mro__[1]
+            if not self.is_disabled:  # W&B's own raises, in the thread or task that logs on
+                vars(self.run)["log"] = lambda *_, **__: self._gate.warn(NOT_OPEN)
         before = self._before
         if before is not None and (HANDLE in vars(before) or not vendor.is_finished(before)):
             vendor.set_global_run(before)
         elif vendor.global_run() is self.run:
             vendor.set_global_run(None)
+            wandb: Any = sys.modules["wandb"]
+            wandb.log = self.run.log
 
     def _be_global(self) -> None:
         """Make this `wandb.run`, unless another run is open: of a trial that this one's function has started."""
@@ -616,7 +620,7 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
     def guarded(target: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(target if run_of is None else run_of(target)).get(HANDLE)
         if handle is None:
-            return method(target, *args, **kwargs)
+            return vars(target).get(method.__name__, functools.partial(method, target))(*args, **kwargs)
         return getattr(handle, route)(method, *args, **kwargs)
 
     return guarded
