@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +103,19 @@ def log_late_keys(run: Any) -> None:
             run.log({"val": step - 1, "epoch": step - 1, "global_step": 10 * step - 10}, step=step - 1)
 
 
+def log_in_threads() -> None:
+    """Four threads, each with its own steps."""
+    run, start = get_run(), threading.Barrier(4)
+
+    def log(key: str) -> None:
+        start.wait()
+        for step in range(25):
+            run.log({key: step}, step=step)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(log, ("a", "b", "c", "d")))
+
+
 def log_in_order(run: Any) -> None:
     for step in (0, 0, 1, 5, 5):
         run.log({"loss": step}, step=step)
@@ -124,6 +138,7 @@ def late_rows() -> None:
         log_late(get_run())
 
     defined()
+    tracking_init(project="tests", id="threads")(log_in_threads)()
 
 
 def speaks(number: str) -> None:

@@ -113,6 +113,8 @@ class WandbHandle(Handle):
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
         self._rollback = Rollback(self, request)
+        # Between a row's step and W&B's taking it, no other thread's row comes. Reentrant: a signal handler may log.
+        self._placing = threading.RLock()
         if self._is_ours:
             self._take_over()
 
@@ -218,7 +220,8 @@ class WandbHandle(Handle):
             return
 
         def write(row: Any, run: Any = self.run) -> None:
-            outbox.log_kept(method, run, *self._rollback.place(row, step), commit, **kwargs)
+            with self._placing:
+                outbox.log_kept(method, run, *self._rollback.place(row, step), commit, **kwargs)
 
         self._path.log(data, write, lambda row: self._keep(lambda run: write(row, run)))
 
