@@ -30,7 +30,7 @@ from flyteplugins_tracking.trackers.rows import RowPath
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Place
-from flyteplugins_tracking.trackers.wandb.ending import Upload
+from flyteplugins_tracking.trackers.wandb.ending import SweepAgent, Upload
 from flyteplugins_tracking.trackers.wandb.late import LateRows
 from flyteplugins_tracking.trackers.wandb.names import HOST
 from flyteplugins_tracking.trackers.wandb.sender import close_again
@@ -113,6 +113,7 @@ class WandbHandle(Handle):
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
         self._rollback = Rollback(self, request)
+        self._agent = SweepAgent()
         # Between a row's step and W&B's taking it, no other thread's row comes. Reentrant: a signal handler may log.
         self._placing = threading.RLock()
         if self._is_ours:
@@ -186,7 +187,7 @@ class WandbHandle(Handle):
 
     def mark_preempting(self, timeout_s: float) -> None:
         # The function may have ended meanwhile: a handler that it has installed does not wait for this.
-        if not self._request.plan.ends_run or self.run.offline or self._gate.state != "open":
+        if self.run.offline or self._gate.state != "open" or not self._is_preempted():
             return
         kind: Any = type(self.run).__mro__[1]
         self._gate.call(lambda: kind.mark_preempting(self.run))
@@ -195,6 +196,10 @@ class WandbHandle(Handle):
         deadline = time.monotonic() + timeout_s
         while self._gate.state == "open" and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+    def _is_preempted(self) -> bool:
+        """Whether a SIGTERM is to be shown as a preemption here."""
+        return self._request.plan.ends_run and not self._agent.has_stopped_trial()
 
     def end_early(self, exit_code: int) -> None:
         if self._is_ours:
@@ -340,7 +345,7 @@ class WandbHandle(Handle):
         try:
             if self._path.next_row.waiting:  # in the summary: a row of its own would take a step
                 vendor.update_summary(self.run, self._path.next_row.take())
-            if exit_code == TERMINATED and self._request.plan.ends_run:
+            if exit_code == TERMINATED and self._is_preempted():
                 self.run.mark_preempting()
             self._outbox.keep_end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
