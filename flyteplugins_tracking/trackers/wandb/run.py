@@ -69,9 +69,11 @@ class WandbHandle(Handle):
         is_shared: Whether other ranks log into the run too.
         prefix: Goes before the function's keys.
         warn_once: Warns once about each subject.
+        is_described: Whether a `wandb.init` of the function has joined the run.
     """
 
     is_shared = False
+    is_described = False
     prefix = ""
 
     def __init__(self, run: Any, before: Any, request: RunRequest) -> None:
