@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -254,6 +255,23 @@ def vendors_object() -> None:
     with ThreadPoolExecutor() as pool:
         for log in (*logs, run.log, wandb.log):
             assert pool.submit(log, {"x": 1}, step=2).result() is None
+
+
+def ended_by_child() -> None:
+    """A child ends the run that it was given."""
+
+    @tracking_init(id="ours", kill_after_s=10)
+    def train() -> float:
+        run = get_run()
+        run.log({"x": 1})
+        child = multiprocessing.get_context("spawn").Process(target=wandb.Run.finish, args=(run,))
+        child.start()
+        child.join()
+        run.log({"x": 2})
+        return time.monotonic()
+
+    returned_at = train()
+    assert time.monotonic() - returned_at < 40
 
 
 def core_dies() -> None:

@@ -161,7 +161,8 @@ class WandbHandle(Handle):
 
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
         with contextlib.suppress(Exception):  # its wandb-core may have died, or it is disabled
-            vendor.forget(self.run, keys)
+            if self.run.resumed:  # a wandb-core that does not have the run any more does not answer, for a minute
+                vendor.forget(self.run, keys)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._path.next_row.add(values)
