@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 # How long a signal waits for the run of a block that is being opened or closed.
 _PATIENCE_S = 5.0
+# `CO_GENERATOR` and `CO_ASYNC_GENERATOR` of `inspect`, which a rank without a run does not load.
+_GENERATOR = 0x20 | 0x200
 
 
 @overload
@@ -225,7 +227,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is GeneratorExit:
+        if kind is GeneratorExit and traceback is not None and traceback.tb_frame.f_code.co_flags & _GENERATOR:
             text = "%s: the generator with this block was closed before its end, so its run fails: use it in a `with`"
             logger.warning(text, self._call.asked.tracker.name)
         self._call.__exit__(kind, error, traceback)

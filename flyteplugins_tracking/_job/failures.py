@@ -203,6 +203,11 @@ class FailureReader:
         if _has_other_nodes(info):
             WATCH.add(info, self._notices, without="a failure on another node may not be named")
 
+    def add_ranks(self, info: DistributedInfo | None) -> None:
+        """Read the notices of ranks that the function has started and connected, as Lightning's launcher does."""
+        if self._info is None and info is not None:
+            self._info, self._notices = info, _Notices(info)
+
     def stop(self) -> None:
         """Stop watching."""
         WATCH.remove(*filter(None, (self._siblings, self._notices)))

@@ -216,6 +216,8 @@ class Run:
         if exit_code == INTERRUPTED or (exit_code == 0 and not self.plan.primary):
             return exit_code
         has_succeeded = exit_code == 0
+        if not has_succeeded and self.info is None:
+            self.failures.add_ranks(detect_process_group())
         terminated = None if has_succeeded else SIGTERM.terminated_at
         verdict, is_new = self.failures.verdict(failure, terminated, has_succeeded=has_succeeded)
         if verdict is None:

@@ -169,9 +169,9 @@ def nearest_without(variable: str) -> int:
     return next((pid for pid in lineage()[1:] if pid == 1 or variable not in variables_at_start(pid)), 0)
 
 
-def has_handler(signum: int) -> bool:
-    """Return whether this process has a handler for a signal, also one that is not Python's, as `faulthandler`'s."""
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", read("/proc/self/status"), re.MULTILINE)
+def has_handler(signum: int, pid: int | str = "self") -> bool:
+    """Return whether a process has a handler for a signal, also one that is not Python's, as `faulthandler`'s."""
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", read(f"/proc/{pid}/status"), re.MULTILINE)
     return bool(match and int(match[1], 16) >> (signum - 1) & 1)
 
 

@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["open", "ending", "ended", "finished"]
 
-NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
+NOT_OPEN = (
+    "is not open in this process: its function has ended, or another process opened it. Rows are lost. If a thread or "
+    "task logs on, join it before the function returns, or have both in one `with tracking_run():`"
+)
 
 # How long a signal waits for a call to return, in seconds: an exception in the middle would leave half of a row.
 _PATIENCE_S = 1.0

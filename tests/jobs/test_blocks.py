@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.waiting import wait_until
 from wandb_files import StoredRun
 
 from flyteplugins_tracking import ConfigError, get_run, tracking_run
-from flyteplugins_tracking.testing import simulate
+from flyteplugins_tracking.testing import RecordingTracker, simulate
 
 PROGRAM = jobs.PROGRAMS / "blocks.py"
 TWO_RANKS = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
@@ -66,6 +67,22 @@ def test_a_generator_that_is_left_in_its_block_fails_and_says_so(tmp_path: Path)
     (one,) = done.runs
     assert (done.returncode, one.exit_code, len(one.rows)) == (0, 1, 5)
     assert "the generator with this block was closed before its end" in done.output
+
+
+def test_a_generator_is_named_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    def rows() -> Iterator[None]:
+        with tracking_run(tracker=tracker):
+            yield
+
+    tracker = RecordingTracker()
+    with pytest.raises(GeneratorExit), tracking_run(tracker=tracker):
+        raise GeneratorExit
+    assert "generator" not in caplog.text
+    left = rows()
+    next(left)
+    left.close()
+    assert "the generator with this block was closed before its end" in caplog.text
+    assert [run.status for run in tracker.runs] == ["failed"] * 2
 
 
 @pytest.mark.full

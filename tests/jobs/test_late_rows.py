@@ -34,7 +34,7 @@ def test_a_row_at_a_lower_step_is_kept_with_its_step_in_a_column(tmp_path):
         done = jobs.python(tmp_path, RUNS, "late_rows", env=server.environment)
         assert done.returncode == 0, done.output
         bare, late, defined = (server.run(name) for name in ("bare-log_late", "log_late", "defined"))
-        common = server.run("log_late_keys")
+        common, threads = server.run("log_late_keys"), server.run("threads")
         assert rows(server.run("log_in_order")) == rows(server.run("bare-log_in_order"))
     assert (of(bare, "val"), of(bare, "eval/a")) == ([], [(9, 9)])
     assert of(late, "val", "global_step") == [(0, 4), (1, 9)]
@@ -51,7 +51,8 @@ def test_a_row_at_a_lower_step_is_kept_with_its_step_in_a_column(tmp_path):
     # The keys that have only late rows are drawn over the column, and the function's own axes stay.
     assert drawn_over(late) == dict.fromkeys(("val", "eval/a", "eval/b"), "global_step")
     assert set(drawn_over(defined).values()) == {"epoch"}
-    assert done.output.count("W&B drops such rows, so it is kept") == 3
+    assert done.output.count("W&B drops such rows, so it is kept") == 4
+    assert {key: [value for _, value in of(threads, key)] for key in "abcd"} == {key: [*range(25)] for key in "abcd"}
     # No row replaces a value of another one.
     pairs = [(step, 10 * step) for step in range(6)]
     assert [(row["loss"], row["global_step"]) for row in common.rows if "loss" in row] == pairs

@@ -129,6 +129,15 @@ def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
     assert [runs[run_id].sweep for run_id in sweep.run_ids] == [sweep.id] * 2
 
 
+def test_a_trial_that_its_agent_stops_is_not_preempted_and_one_that_ends_with_its_agent_is(tmp_path):
+    """W&B starts a preempted trial again."""
+    with WandbServer() as server:
+        jobs.python(tmp_path, jobs.PROGRAMS / "sweep_stopped.py", env=server.environment)
+        server.wait_for(lambda: all(run.exit_codes for run in server.runs))
+        ends = {run.id: (run.exit_codes, run.state) for run in server.runs}
+    assert ends == {"stopped": ([143], "failed"), "preempted": ([143], "preempted")}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "where"),

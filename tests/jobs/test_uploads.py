@@ -177,6 +177,7 @@ def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> 
     run = server.run("r")
     assert sent.returncode == 0, sent.output
     assert (len(run.rows), run.committed.keys(), run.exit_codes[-1:]) == (5, ARTIFACTS, [exit_code]), sent.output
+    assert all(f" {name}" in sent.output for name in ("rows of run r, with", "saved.txt", "artifact weights"))
     assert {"saved.txt"} < run.files.keys()
     assert sum(name.startswith("media/") for name in run.files) == 2
     assert run.committed["weights"] == {"weights.txt": (directory / "weights.txt").read_bytes()}

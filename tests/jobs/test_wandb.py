@@ -332,6 +332,16 @@ def test_a_run_that_the_user_has_open_beside_wandbs_global_one_is_left_alone(tmp
 def test_the_run_is_wandbs_own_object_and_can_be_pickled(tmp_path):
     done = runs(tmp_path, "vendors_object")
     assert done.returncode == 0, done.output
+    assert done.output.count("run ours is not open in this process: its function has ended") == 1
+    assert "join it before the function returns, or have both in one `with tracking_run():`" in done.output
+
+
+@pytest.mark.full
+def test_a_run_that_a_child_has_ended_is_waited_for_as_long_as_one_that_nothing_moves_in(tmp_path):
+    with WandbServer() as server:
+        done = runs(tmp_path, "ended_by_child", **server.environment)
+        assert done.returncode == 0, done.output
+        assert "nothing has moved for 5 s (kill_after_s=10). Nothing is lost" in done.output
 
 
 def test_the_client_reports_no_errors_of_its_own(tmp_path):

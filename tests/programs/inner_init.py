@@ -60,7 +60,7 @@ def describes() -> None:
         run.finish()
         wandb.finish()
         wandb.setup()
-        wandb.init(config={"lr": 0.2}, mode="online")
+        wandb.init(config={"lr": 0.2}, mode="online", name="renamed", notes="renamed")
         wandb.log({"x": 3})
         run = wandb.run
         report(is_own=run is get_run(), is_again=again is run, is_off=run.disabled, lr=run.config["lr"])

@@ -39,6 +39,18 @@ def own() -> None:
         raise ValueError("made to fail")
 
 
+@tracking_init(id="other", project="own")
+def other() -> None:
+    """As `own`. The second rank fails, which cuts off the first one's collective."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("made to fail")
+
+    if os.environ.get("LOCAL_RANK") == "1":
+        lightning_ddp.Model.training_step = fail
+    lightning_ddp.fit(WandbLogger(project="theirs"))
+
+
 def see(function: str, **values: Any) -> None:
     rank = os.environ.get("LOCAL_RANK", "0")
     seen = {"id": getattr(get_run(), "id", None), **values}
@@ -46,6 +58,6 @@ def see(function: str, **values: Any) -> None:
 
 
 if __name__ == "__main__":
-    functions = {"wandb": wandb, "own": own, "example": lightning_ddp.train}
+    functions = {"wandb": wandb, "own": own, "other": other, "example": lightning_ddp.train}
     for name in sys.argv[1:]:
         functions[name]()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +104,19 @@ def log_late_keys(run: Any) -> None:
             run.log({"val": step - 1, "epoch": step - 1, "global_step": 10 * step - 10}, step=step - 1)
 
 
+def log_in_threads() -> None:
+    """Four threads, each with its own steps."""
+    run, start = get_run(), threading.Barrier(4)
+
+    def log(key: str) -> None:
+        start.wait()
+        for step in range(25):
+            run.log({key: step}, step=step)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(log, ("a", "b", "c", "d")))
+
+
 def log_in_order(run: Any) -> None:
     for step in (0, 0, 1, 5, 5):
         run.log({"loss": step}, step=step)
@@ -124,6 +139,7 @@ def late_rows() -> None:
         log_late(get_run())
 
     defined()
+    tracking_init(project="tests", id="threads")(log_in_threads)()
 
 
 def speaks(number: str) -> None:
@@ -221,7 +237,8 @@ def lightning_child() -> None:
 
 
 def vendors_object() -> None:
-    """The run inside and after the function is the vendor's own object."""
+    """The run inside and after the function is the vendor's own object. What threads log after the end is lost."""
+    logs = []
 
     @tracking_init(id="ours")
     def train() -> Any:
@@ -230,17 +247,31 @@ def vendors_object() -> None:
         assert wandb.run is run
         assert type(run).__name__ == "Run"
         assert pickle.dumps(run)
+        logs.extend([run.log, wandb.log])  # as a pool has them that has not come to a call yet
         return run
 
     run = train()
     assert type(run) is wandb.Run
-    try:
+    with ThreadPoolExecutor() as pool:
+        for log in (*logs, run.log, wandb.log):
+            assert pool.submit(log, {"x": 1}, step=2).result() is None
+
+
+def ended_by_child() -> None:
+    """A child ends the run that it was given."""
+
+    @tracking_init(id="ours", kill_after_s=10)
+    def train() -> float:
+        run = get_run()
         run.log({"x": 1})
-    except wandb.errors.UsageError as error:
-        refusal = str(error)
-    else:
-        refusal = "a finished run took a row"
-    assert "is finished" in refusal, refusal
+        child = multiprocessing.get_context("spawn").Process(target=wandb.Run.finish, args=(run,))
+        child.start()
+        child.join()
+        run.log({"x": 2})
+        return time.monotonic()
+
+    returned_at = train()
+    assert time.monotonic() - returned_at < 40
 
 
 def core_dies() -> None:

@@ -228,6 +228,14 @@ def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launch
     assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
 
 
+@pytest.mark.full
+def test_the_run_under_lightnings_own_launcher_names_the_rank_that_fails_first(tmp_path):
+    for ended in job(tmp_path, "lightning", [sys.executable, *script("lightning_runs.py", "other")]):
+        run = ended.run("own")
+        failure = {key: run.summary.get(f"failure/{key}") for key in ("rank", "type", "message")}
+        assert failure == {"rank": 1, "type": "ValueError", "message": "made to fail"}, ended.done.output
+
+
 @pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize(("framework", "data"), [("trainer", "y = 2x"), ("lightning", "noise")])

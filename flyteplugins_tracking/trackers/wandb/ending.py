@@ -1,9 +1,13 @@
-"""The end of a W&B run: how long its upload is waited for, and what W&B lacks if that is too long."""
+"""The end of a W&B run: how long its upload is waited for, what W&B lacks then, and who has stopped a trial."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
+from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.wandb import vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Place
@@ -14,6 +18,10 @@ _NOTHING = Progress(0, 0, (), False)
 _ARTIFACT = "uploading artifact "
 # The unit of sizes in messages.
 _MB = 1e6
+# A variable that W&B's agent sets for its trials.
+_OF_TRIAL = "WANDB_SWEEP_PARAM_PATH"
+# How much later than a trial its agent may be gone after a signal to both, in seconds.
+_GONE_S, _POLL_S = 0.5, 0.01
 
 
 class Upload:
@@ -56,3 +64,20 @@ class Upload:
         if self._last.total:
             of_files = f"{self._last.uploaded / _MB:.1f} of {self._last.total / _MB:.1f} MB of files are uploaded"
         return "; ".join(filter(None, (of_files, doing)))
+
+
+class SweepAgent:
+    """W&B's agent that has started this process for a trial, if one has. It stops a trial with a SIGTERM.
+
+    W&B starts a trial again that was preempted, and one that was stopped must not be.
+    """
+
+    def __init__(self) -> None:
+        is_trial = _OF_TRIAL in proc.variables_at_start(os.getpid())
+        self._pid = proc.nearest_without(_OF_TRIAL) if is_trial else 0
+
+    def has_stopped_trial(self) -> bool:
+        """Whether a SIGTERM is the agent's. One from outside ends the agent too, unless it has a handler."""
+        if not self._pid or proc.has_handler(signal.SIGTERM, self._pid):
+            return False
+        return not wait_until(lambda: proc.state(self._pid) in ("", "Z"), _GONE_S, _POLL_S)

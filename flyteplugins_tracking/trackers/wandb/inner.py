@@ -150,7 +150,7 @@ def _patch(run: Any, given: Mapping[str, Any]) -> None:
 
 
 def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
-    """Add to the run what it does not have, and warn once about what has no effect."""
+    """Add to the run what it does not have, and warn once about what has no effect. The first call names the run."""
     run, request = handle.run, handle.request
     if not request.plan.primary:  # that rank's call describes the run
         return
@@ -160,14 +160,15 @@ def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
         kept += _add_config(run, request.config.config, given)
     if request.plan.ends_run:
         for name in ("name", "notes"):
-            if given.get(name) and getattr(request.config, name) is None:
+            if given.get(name) and getattr(request.config, name) is None and not handle.is_described:
                 setattr(run, name, given[name])
-            elif given.get(name, "") not in ("", getattr(request.config, name)):
+            elif given.get(name, "") not in ("", getattr(run, name)):
                 kept.append(f"{name}={given[name]!r}")
         tags = given.get("tags") or ()
         new = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag not in (run.tags or ())]
         if new:
             run.tags = (*(run.tags or ()), *dict.fromkeys(new))
+    handle.is_described = True
     if not run.disabled and (request.plan.first or request.plan.role is not None):
         client.warn_of_placed(handle.warn_once, "W&B", "wandb.init", run.id, kept)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,11 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, run_config, warn_of_changes
-from flyteplugins_tracking.trackers.gate import Gate
+from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
-from flyteplugins_tracking.trackers.wandb.ending import Upload
+from flyteplugins_tracking.trackers.wandb.ending import SweepAgent, Upload
 from flyteplugins_tracking.trackers.wandb.names import HOST
 from flyteplugins_tracking.trackers.wandb.placement import Placement
 from flyteplugins_tracking.trackers.wandb.sender import close_again
@@ -63,9 +64,11 @@ class WandbHandle(ClientHandle):
         kind: The client's class of the run.
         pid: The process that has opened the run.
         warn_once: Warns once about each subject.
+        is_described: Whether a `wandb.init` of the function has joined the run.
     """
 
     is_shared = False
+    is_described = False
 
     def __init__(self, run: Any, before: Any, request: RunRequest, barrier: WriterBarrier | None = None) -> None:
         """Take over the run, and make it `wandb.run`.
@@ -97,6 +100,9 @@ class WandbHandle(ClientHandle):
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
         self._placement = Placement(run, self.kind, request, self.warn_once)
+        self._agent = SweepAgent()
+        # Between a row's step and W&B's taking it, no other thread's row comes. Reentrant: a signal handler may log.
+        self._placing = threading.RLock()
         if self._is_ours:
             self._take_over()
 
@@ -135,7 +141,8 @@ class WandbHandle(ClientHandle):
 
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
         with contextlib.suppress(Exception):  # its wandb-core may have died, or it is disabled
-            vendor.forget(self.run, keys)
+            if self.run.resumed:  # a wandb-core that does not have the run any more does not answer, for a minute
+                vendor.forget(self.run, keys)
 
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
@@ -160,7 +167,7 @@ class WandbHandle(ClientHandle):
 
     def mark_preempting(self, timeout_s: float) -> None:
         # The function may have ended meanwhile: a handler that it has installed does not wait for this.
-        if not self.request.plan.ends_run or self.run.offline or self._gate.state != "open":
+        if self.run.offline or self._gate.state != "open" or not self._is_preempted():
             return
         self._gate.call(lambda: self.kind.mark_preempting(self.run))
         # wandb-core sends this immediately, with the rows that it has, but does not tell when W&B has them. If this
@@ -168,6 +175,10 @@ class WandbHandle(ClientHandle):
         deadline = time.monotonic() + timeout_s
         while self._gate.state == "open" and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+    def _is_preempted(self) -> bool:
+        """Whether a SIGTERM is to be shown as a preemption here."""
+        return self.request.plan.ends_run and not self._agent.has_stopped_trial()
 
     def end_early(self, exit_code: int) -> None:
         if self._is_ours:
@@ -197,9 +208,10 @@ class WandbHandle(ClientHandle):
         return data
 
     def write(self, row: Any, step: Any, **kwargs: Any) -> None:
-        if step is not None or self._placement.distance:
-            row, step = self._placement.place(row, step)
-        self.kind.log(self.run, row, step, **kwargs)
+        with self._placing:
+            if step is not None or self._placement.distance:
+                row, step = self._placement.place(row, step)
+            self.kind.log(self.run, row, step, **kwargs)
 
     def _write(self, row: Any, step: Any, kwargs: Mapping[str, Any]) -> None:
         self.write(row, step, **kwargs)  # the function gets what W&B's client raises
@@ -276,11 +288,15 @@ class WandbHandle(ClientHandle):
         if self._is_ours:
             del vars(self.run)[HANDLE]
             self.run.__class__ = self.kind
+            if not self.is_disabled:  # W&B's own raises, in the thread or task that logs on
+                vars(self.run)["log"] = lambda *_, **__: self._gate.warn(NOT_OPEN)
         before = self._before
         if before is not None and (HANDLE in vars(before) or not vendor.is_finished(before)):
             vendor.set_global_run(before)
         elif vendor.global_run() is self.run:
             vendor.set_global_run(None)
+            wandb: Any = sys.modules["wandb"]
+            wandb.log = self.run.log
 
     def _be_global(self) -> None:
         """Make this `wandb.run`, unless another run is open: of a trial that this one's function has started."""
@@ -297,7 +313,7 @@ class WandbHandle(ClientHandle):
         limit = self.end_limit()
         upload = Upload(self.run, limit)
         try:
-            if exit_code == TERMINATED and self.request.plan.ends_run:
+            if exit_code == TERMINATED and self._is_preempted():
                 self.run.mark_preempting()
             self._outbox.keep_end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
@@ -478,7 +494,7 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
     def guarded(target: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(target if run_of is None else run_of(target)).get(HANDLE)
         if handle is None:
-            return method(target, *args, **kwargs)
+            return vars(target).get(method.__name__, functools.partial(method, target))(*args, **kwargs)
         return getattr(handle, route)(method, *args, **kwargs)
 
     return guarded

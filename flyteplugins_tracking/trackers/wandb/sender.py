@@ -121,7 +121,10 @@ class Sender:
         place: The run.
         rows: How many rows were sent.
         values: The last values of their columns.
+        files: The names of the files and artifacts that were sent.
     """
+
+    files: Sequence[str] = ()
 
     def __init__(
         self,
@@ -273,6 +276,7 @@ class Sender:
             left = [self._reads[path].reading.attempt for path in directories]
             files = Files(self.place, left)
             exit_code = self._end(left, files, close, has_files=has_files)
+            self.files = files.names
         except BaseException:
             self.let_go()
             raise
@@ -677,7 +681,12 @@ class Files:
         return any(one.is_whole for one in self.artifacts) or any(self._paths().values())
 
     def __bool__(self) -> bool:
-        return bool(self.artifacts or self._saved)
+        return bool(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are not left out."""
+        return [*self._saved, *(f"artifact {one.name}" for one in self.artifacts)]
 
     def ask(self, found: vendor.Stored | None, *, has_later: bool) -> None:
         """Leave out the files that W&B has, or that a later attempt has saved again."""
@@ -980,7 +989,8 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
     if not _has_all(place, left, found):
         with _alone(attempt, place.run_id):
             sender = _send_all([one.directory for one in left])
-        text = f"sent {directory}: {sender.rows} rows of run {place.run_id}"
+        files = f", with {listed(sender.files)}" if sender.files else ""
+        text = f"sent {directory}: {sender.rows} rows of run {place.run_id}{files}"
     require_all_sent(directory)
     return text
 
