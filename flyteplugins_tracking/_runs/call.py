@@ -236,30 +236,28 @@ class Call(PerProcess):
         else:
             self._open_planned(parent_id)
 
+    @critical_section(_PATIENCE_S)
     def _open_for_script(self, arguments: Mapping[str, Any]) -> None:
         """Open the run of a script that itself asks for one, or have its clients idle if another rank has the run."""
-        config, info, name = self.asked.config, self.who.info, self.asked.tracker.name
+        asked, config, info = self.asked, self.asked.config, self.who.info
         if config.run_mode != "auto" or config.run_file is not None:  # the ranks have one id, or the file has it
-            arguments = {key: value for key, value in arguments.items() if key != "id"}
-        config = config.with_defaults(arguments)
-        if info is not None and config.run_mode == "auto" and "primary_rank" not in config.given:
-            from flyteplugins_tracking._job.board import rank_that_opens
-
-            config = replace(config, primary_rank=rank_that_opens(info, os.environ, config.rank_scope, name))
-        self.asked = replace(self.asked, config=config.in_world(info))
-        self._open_late()
-
-    @critical_section(_PATIENCE_S)
-    def _open_late(self) -> None:
+            arguments = {name: value for name, value in arguments.items() if name != "id"}
         try:
             with HandlersPutOff():
+                config = config.with_defaults(arguments)
+                if info is not None and config.run_mode == "auto" and "primary_rank" not in config.given:
+                    from flyteplugins_tracking._job.board import rank_that_opens
+
+                    rank = rank_that_opens(info, os.environ, config.rank_scope, asked.tracker.name)
+                    config = replace(config, primary_rank=rank)
+                self.asked = replace(asked, config=config.in_world(info))
                 self._open_planned(None)
                 self._stop_watching(None)  # it has begun without the run
                 self._use_run()
         except BaseException as error:
-            if self.run is None and self.listener is not None:  # the script may go on, and ask again
-                self.listener.stop(error)
-                self.listener = None
+            if self.run is None:  # the script may go on, and ask again
+                self._stop_listening(error)
+                self.asked, self.listener = asked, None
             _name_doctor(error)
             raise
 

@@ -63,8 +63,7 @@ def open_waiting(tracker: str, arguments: Mapping[str, Any]) -> bool:
 
 def join_clients_calls(config: TrackingConfig) -> None:
     """Have a client's own functions join the run, or open the waiting one. Called when the client is loaded."""
-    module = importlib.import_module(f"flyteplugins_tracking.trackers.{_JOINING[config.tracker]}")
-    module.join_clients_calls(config.options)
+    importlib.import_module(f"flyteplugins_tracking.trackers.{_JOINING[config.tracker]}").join_clients_calls(config)
 
 
 def names_of_trackers() -> list[str]:

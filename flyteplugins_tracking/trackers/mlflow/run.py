@@ -20,6 +20,7 @@ from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Run, join_calls, left_of_opening, prefix_of, warn_of_changes
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
@@ -437,7 +438,7 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
 
     vendor.leave_end_to_us(_is_open)
     vendor.replace_params(_accepted_params)
-    join_clients_calls({})
+    join_clients_calls()
     if mlflow.get_tracking_uri() == uri:  # else it would be looked for at another server
         undo.callback(vendor.set_last_active_run, run.run_id)
     _use_server(uri, undo)
@@ -455,12 +456,12 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     undo.callback(deactivate)
 
 
-def join_clients_calls(options: Mapping[str, Any]) -> None:
+def join_clients_calls(config: TrackingConfig | None = None) -> None:
     """Have MLflow's functions that choose a run join the open one from now on."""
     import mlflow
 
-    if not _open and options.get("tracking_uri"):  # a script's `set_experiment` comes before its run
-        mlflow.set_tracking_uri(options["tracking_uri"])
+    if config is not None and (uri := config.options.get("tracking_uri")):
+        mlflow.set_tracking_uri(uri)  # a script's `set_experiment` comes before its run
     join_calls(mlflow.start_run, _join)
     join_calls(mlflow.set_experiment, _keep_experiment)
 
