@@ -12,7 +12,7 @@ usage: flyteplugins-tracking [COMMAND] [OPTIONS]
 commands, each with --help:
   doctor   check a job before it starts; without a command too
            torchrun --nproc-per-node=2 -m flyteplugins_tracking doctor --tracker wandb
-  run      run a script, unchanged, inside of a run
+  run      run a script, unchanged, whose wandb.init opens the run
            torchrun --nproc-per-node=2 -m flyteplugins_tracking run --project llm train.py
   send     send what local directories have and their services have not
            flyteplugins-tracking send wandb

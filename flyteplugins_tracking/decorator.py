@@ -210,6 +210,8 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
         TrackingError: As `tracking_init`, when the block is entered.
     """
 
+    _opens_later = False  # True for the command `run`: see `Call`
+
     def __init__(self, **arguments: Any) -> None:
         self._config = TrackingConfig.from_arguments(arguments)
         check_config(self._config)
@@ -218,6 +220,7 @@ class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
     @critical_section(_PATIENCE_S)
     def __enter__(self) -> Any:
         self._call = _call_of(self._config, None)
+        self._call.opens_later = self._opens_later
         self._check()
         self._was_entered = True
         self._call.__enter__()

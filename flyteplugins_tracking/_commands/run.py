@@ -1,6 +1,6 @@
-"""`flyteplugins-tracking run`: run a script that knows nothing of this library inside of `tracking_run`.
+"""`flyteplugins-tracking run`: run a script that knows nothing of this library, with a run of `tracking_run`.
 
-A `wandb.init(...)` in the script, or in a framework that it uses, joins the run. Under torchrun:
+The first `wandb.init(...)` of the script, or of a framework that it uses, opens the run. Under torchrun:
 `torchrun --nproc-per-node=8 -m flyteplugins_tracking run --project llm train.py --lr 1e-3`.
 """
 
@@ -22,10 +22,7 @@ from typing import Any, NoReturn
 from flyteplugins_tracking._commands.run_options import parsed
 from flyteplugins_tracking._util.threads import wait_as_at_exit
 from flyteplugins_tracking.errors import TrackingError
-from flyteplugins_tracking.trackers import client
 
-# Where the arguments of the run are set, in a warning.
-_OPTIONS = "the command, before the script, as --name, --project, --config NAME=VALUE, or else --option NAME=VALUE"
 # What Python itself calls for `-m`, directories and zip files. Its names have an underscore, and do not change.
 _RUNPY: Any = runpy
 
@@ -36,7 +33,6 @@ def main(arguments: list[str]) -> int:
     sys.argv = ["-m" if is_module else words[0], *words[1:]]
     start = (_module if is_module else _script)(words[0])
     has_begun = False
-    client.ARGUMENTS_OF.append(_OPTIONS)
     try:
         with run:
             has_begun = True

@@ -17,6 +17,10 @@ from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, IfUnavailable, 
 _EXAMPLE = "example: torchrun --nproc-per-node=8 -m flyteplugins_tracking run --project llm train.py --lr 1e-3"
 
 
+class _ScriptRun(tracking_run):
+    _opens_later = True
+
+
 def parsed(arguments: list[str]) -> tuple[tracking_run, bool, list[str]]:
     """Return the block for the script, whether the script is a module, and its name with its own arguments.
 
@@ -37,8 +41,10 @@ def parsed(arguments: list[str]) -> tuple[tracking_run, bool, list[str]]:
     for name in given.keys() & {"config", "option"}:
         given[name] = dict(given[name])
     given = {**given.pop("option", {}), **given}
+    if given.get("run_file"):  # the script may go to another directory
+        given["run_file"] = os.path.abspath(os.path.expanduser(given["run_file"]))
     try:
-        return tracking_run(**given), is_module, words
+        return _ScriptRun(**given), is_module, words
     except ConfigError as error:
         parser.error(str(error))
 
@@ -78,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "flyteplugins-tracking run",
         usage="%(prog)s [OPTIONS] [-m] SCRIPT [ARGUMENTS OF THE SCRIPT]",
-        description="Run a script inside of a run. The options are the arguments of tracking_init.",
+        description="Run a script, which opens its run itself. The options are the arguments of tracking_init.",
         epilog=_EXAMPLE,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

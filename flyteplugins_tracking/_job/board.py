@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking._util.text import parse_json, printable
+from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import IdentityError
 
@@ -32,6 +34,8 @@ STORE_TIMEOUT = timedelta(seconds=30)
 # For uses that must not delay the job for longer.
 SHORT_TIMEOUT = timedelta(seconds=10)
 _NAMESPACE = "flyteplugins_tracking"
+# How long a rank waits for rank 0 to ask for the run of a script, and how often it looks.
+_FIRST_RANK_S, _POLL_S = 10.0, 0.25
 # How many strings are read from one place on: somebody may have raised the counter.
 _MOST_TEXTS = 2000
 
@@ -123,6 +127,22 @@ def job_board(info: DistributedInfo, env: Env, topic: str, timeout: timedelta = 
     except ImportError:  # a job without torch, or with a broken one
         return None
     return None if store is None else Board(store, topic)
+
+
+def rank_that_opens(info: DistributedInfo, env: Env, scope: str, name: str) -> int:
+    """Return the rank that has the run of a script which opens it itself; with "worker", the local rank.
+
+    Rank 0 has it if it asks for it within 10 s after the first rank that does. If not, the first one has it, and the
+    next attempt's too, where the store outlives this one. Without a board, it is rank 0.
+    """
+    rank, worker = (info.rank, "") if scope == "global" else (info.local_rank or 0, info.worker_index)
+    with suppress(RuntimeError, ValueError):  # the store has gone; the string is another program's
+        board = None if info.world_size == 1 else job_board(info, env, f"opens/{name}/{worker}/{info.world_size}")
+        if board is not None:
+            if rank != 0:
+                wait_until(lambda: board.get("rank") is not None, _FIRST_RANK_S, _POLL_S)
+            return int(board.put_first("rank", str(rank)))
+    return 0
 
 
 def to_text(value: Any) -> str:

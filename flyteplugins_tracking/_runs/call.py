@@ -23,12 +23,14 @@ from flyteplugins_tracking._runs.calls import current, state
 from flyteplugins_tracking._runs.context import Asked
 from flyteplugins_tracking._runs.exit_codes import exit_code_of
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.modules import when_loaded
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.signals import HandlersPutOff, critical_section
 from flyteplugins_tracking._util.text import causes
 from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
+from flyteplugins_tracking.trackers.registry import BUILT_IN, join_clients_calls, open_waiting, waiting
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -71,6 +73,7 @@ class Call(PerProcess):
         listener: Listens for SIGTERM during the call. Each call has its own start and stop.
         stopping: What `should_stop` has started; None until the function calls it.
         is_parents: Whether this process was forked during the call, and must not end it.
+        opens_later: Whether the run is opened by the script's own call of the client: `flyteplugins-tracking run`.
     """
 
     who = Detection()
@@ -79,6 +82,7 @@ class Call(PerProcess):
     listener: Sigterm | None = None
     stopping: Stopping | None = None
     is_parents = False
+    opens_later = False
     _has_ended = False
     _exit_code = INTERRUPTED  # if nothing else is noted: only a second Ctrl-C keeps it from that
 
@@ -112,8 +116,7 @@ class Call(PerProcess):
                 self._begin()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
-            if isinstance(error, (TopologyError, IdentityError)):
-                error.args = (f"{error}\n{_DOCTOR}",)
+            _name_doctor(error)
             if isinstance(error, TrackingError):
                 # Its message says what to do. The library's frames would stand between the user's call and the message.
                 raise error.with_traceback(None)  # noqa: B904 its cause is kept
@@ -163,6 +166,8 @@ class Call(PerProcess):
         from flyteplugins_tracking._runs.run import SIGTERM
 
         if self.asked.world.is_real and SIGTERM.start(package, timeout_s):
+            if self.listener is not None:  # `should_stop()` came before the script's own opening
+                self.listener.stop()
             self.listener = SIGTERM
 
     def publish_files(self, is_async: bool = False) -> Any:
@@ -182,6 +187,8 @@ class Call(PerProcess):
         asked = self.asked
         enclosing = None
         if asked.config.run_mode != "new" and not asked.task.has_workers:
+            if self.parent is not None:
+                open_waiting(asked.tracker.name, asked.config.arguments)
             enclosing = state.join(self.parent, asked.tracker.name)
         if enclosing is None:
             self._open()
@@ -193,15 +200,19 @@ class Call(PerProcess):
             if self.run is not None:
                 self.listen_for_sigterm(self.run.asked.config.finish_timeout_s, asked.tracker.package)
         state.begin(self)
+        self._use_run()
+
+    def _use_run(self) -> None:
+        """Take up what needs the run, or would need it."""
         if self.listener is not None:
             self.listener.run_opened()
         run = self.own_run
         if run is not None:
-            self._around.enter_context(asked.context.propagate_run(asked.tracker, run.handle.run))
+            self._around.enter_context(self.asked.context.propagate_run(self.asked.tracker, run.handle.run))
         self._watch_ranks()
 
     def _open(self) -> None:
-        """Find out who this process is, and open its run if it should have one."""
+        """Find out who this process is, and open its run if it should have one, or have the script open it."""
         asked, self.who = self.asked, examine(os.environ)
         info, name = self.who.info, asked.tracker.name
         counts = asked.context.call_counts
@@ -216,10 +227,46 @@ class Call(PerProcess):
             config, parent_id = config.for_parent({**parent_run, **own}), parent_run["id"]
         config = config.in_world(info)
         self.asked = asked = replace(asked, config=config)
-        # A rank without a run needs no id: agreeing on one would cost imports and time.
-        if is_off or not opens_run(info, config.run_mode, config.rank_scope, config.primary_rank):
-            logger.debug("%s: this rank has no run", name)
+        if is_off:
             self._keep_clients_idle(is_off)
+        elif self.opens_later and name in BUILT_IN:
+            waiting.openers[name] = self._open_for_script
+            self._around.callback(waiting.openers.pop, name, None)
+            self._around.callback(when_loaded(name, lambda: join_clients_calls(config)))
+        else:
+            self._open_planned(parent_id)
+
+    @critical_section(_PATIENCE_S)
+    def _open_for_script(self, arguments: Mapping[str, Any]) -> None:
+        """Open the run of a script that itself asks for one, or have its clients idle if another rank has the run."""
+        asked, config, info = self.asked, self.asked.config, self.who.info
+        if config.run_mode != "auto" or config.run_file is not None:  # the ranks have one id, or the file has it
+            arguments = {name: value for name, value in arguments.items() if name != "id"}
+        try:
+            with HandlersPutOff():
+                config = config.with_defaults(arguments)
+                if info is not None and config.run_mode == "auto" and "primary_rank" not in config.given:
+                    from flyteplugins_tracking._job.board import rank_that_opens
+
+                    rank = rank_that_opens(info, os.environ, config.rank_scope, asked.tracker.name)
+                    config = replace(config, primary_rank=rank)
+                self.asked = replace(asked, config=config.in_world(info))
+                self._open_planned(None)
+                self._stop_watching(None)  # it has begun without the run
+                self._use_run()
+        except BaseException as error:
+            if self.run is None:  # the script may go on, and ask again
+                self._stop_listening(error)
+                self.asked, self.listener = asked, None
+            _name_doctor(error)
+            raise
+
+    def _open_planned(self, parent_id: str | None) -> None:
+        """Open the run if this rank should have one. If not, it needs no id, which would cost imports and time."""
+        asked, config, name, info = self.asked, self.asked.config, self.asked.tracker.name, self.who.info
+        if not opens_run(info, config.run_mode, config.rank_scope, config.primary_rank):
+            logger.debug("%s: this rank has no run", name)
+            self._keep_clients_idle(False)
             return
         from flyteplugins_tracking._runs.opening import open_run
 
@@ -239,7 +286,7 @@ class Call(PerProcess):
         """Have the clients that the function's code may use open no run, on a rank without one."""
         trackers = [self.asked.tracker]
         if is_off:
-            from flyteplugins_tracking.trackers.registry import BUILT_IN, find_tracker
+            from flyteplugins_tracking.trackers.registry import find_tracker
 
             trackers += (other for other in map(find_tracker, BUILT_IN) if other is not self.asked.tracker)
         for tracker in trackers:
@@ -348,6 +395,11 @@ def _take(steps: Sequence[Callable[[BaseException | None], object]], error: Base
         except BaseException as raised:
             _take(steps[number:], raised)
             raise
+
+
+def _name_doctor(error: BaseException) -> None:
+    if isinstance(error, (TopologyError, IdentityError)):
+        error.args = (f"{error}\n{_DOCTOR}",)
 
 
 def _run_of_calling_task(asked: Asked, who: Detection) -> Mapping[str, Any] | None:

@@ -31,6 +31,7 @@ from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
+from flyteplugins_tracking.trackers.registry import open_waiting
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,6 @@ _MOST_CHANGES, _LONGEST_VALUE = 10, 60
 
 # The functions that `join_calls` has put in the place of a client's.
 _joining: set[Callable[..., Any]] = set()
-# Where a run's arguments are set. `flyteplugins-tracking run` has options for them.
-ARGUMENTS_OF = ["tracking_init"]
 
 Status = Literal["finished", "failed", "killed"]
 
@@ -321,14 +320,26 @@ def join_calls(original: Callable[..., Any], join: Callable[[Mapping[str, Any]],
     replace_function(original, joining)
 
 
+def left_of_opening(tracker: str, given: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """Have a call of the script open the run that waits for it. Return what is left for the run that is open.
+
+    Args:
+        tracker: The tracker's name.
+        given: The call's arguments.
+        names: Those that say how the run is opened, with their names as arguments of `tracking_init`.
+    """
+    asked = {names[name]: value for name, value in given.items() if name in names}
+    return {name: given[name] for name in given.keys() - names} if open_waiting(tracker, asked) else given
+
+
 def warn_of_placed(warn_once: WarnOnce, title: str, call: str, run_id: str | None, kept: Sequence[str]) -> None:
     """Warn once about arguments without effect of a call that would open a run, and returns the function's."""
     if kept:
         text = (
             "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
-            "set. Without effect: %s. Pass these to %s"
+            "set. Without effect: %s. Pass these to tracking_init, or as options of the command `run`"
         )
-        warn_once(call, text, title, call, run_id, ", ".join(kept), ARGUMENTS_OF[-1])
+        warn_once(call, text, title, call, run_id, ", ".join(kept))
 
 
 def warn_of_another(

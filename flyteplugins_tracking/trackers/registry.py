@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_name, check_run_id
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Tracker
@@ -19,8 +21,49 @@ from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
 BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
+# Of each, the module with `join_clients_calls`.
+_JOINING = {"wandb": "wandb.inner", "pluto": "pluto.run", "mlflow": "mlflow.run", "trackio": "trackio.vendor"}
 # A tracker that knows nothing of roles takes none.
 _MEMBERS = [name for name in vars(Tracker) if not name.startswith("_") and name != "takes_roles"] + ["name", "title"]
+
+
+class _Waiting(PerProcess):
+    """The runs of `flyteplugins-tracking run` that wait for the script's own call of a client, as `wandb.init`.
+
+    Attributes:
+        openers: What opens each run with the call's arguments, by tracker.
+        lock: Held while one is opened: another thread's call joins that run then.
+    """
+
+    def __init__(self) -> None:
+        self.openers: dict[str, Callable[[Mapping[str, Any]], None]] = {}
+        self.lock = threading.RLock()
+
+
+waiting = register(_Waiting())
+
+
+def open_waiting(tracker: str, arguments: Mapping[str, Any]) -> bool:
+    """Open the run that waits for the script's call. Returns whether there was one; perhaps another rank has it.
+
+    Args:
+        tracker: The tracker's name.
+        arguments: What the call says, as arguments of `tracking_init`. Those of the command take precedence.
+
+    Raises:
+        TrackingError: The run cannot be opened.
+    """
+    with waiting.lock:
+        opener = waiting.openers.get(tracker)
+        if opener is not None:
+            opener(arguments)
+            del waiting.openers[tracker]
+        return opener is not None
+
+
+def join_clients_calls(config: TrackingConfig) -> None:
+    """Have a client's own functions join the run, or open the waiting one. Called when the client is loaded."""
+    importlib.import_module(f"flyteplugins_tracking.trackers.{_JOINING[config.tracker]}").join_clients_calls(config)
 
 
 def names_of_trackers() -> list[str]:

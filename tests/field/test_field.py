@@ -133,13 +133,24 @@ SCRIPTS = {
     ),
 }
 MLFLOW = Script("loss", "")
+# Scripts that log from a rank of their own, the number of ranks, and which rank that is.
+OTHER_RANK = {
+    "metrics_rank": (Script("loss", "at", long=("100000",), config={"pp": 2}), 4, 2),
+    "last_rank_writer": (
+        Script("lm loss", "iteration", long=("--train-iters=100000",), config={"wandb_exp_name": "gpt3-126m"}),
+        2,
+        1,
+    ),
+}
 
 
-def train(directory: Path, command: list[str], script: Script, fault: str, env: Mapping[str, str]) -> jobs.Done:
-    """Have a script on two ranks meet a fault."""
+def train(
+    directory: Path, command: list[str], script: Script, fault: str, env: Mapping[str, str], ranks: int = 2
+) -> jobs.Done:
+    """Have a script on some ranks meet a fault."""
     what = FAULTS[fault]
     restarts = f"--max-restarts={what.restarts}"
-    launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1", restarts)
+    launcher = jobs.torchrun("--standalone", f"--nproc-per-node={ranks}", "--monitor-interval=0.1", restarts)
     variables = {
         **env,
         "FIELD_FAULT": what.model,
@@ -232,6 +243,31 @@ def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, nam
     assert {key: run.config.get(key) for key in script.config} == script.config
     assert set(script.files) <= set(run.files)
     assert (run.summary.get("failure/rank"), run.summary.get("failure/type")) == what.failure
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "fault"),
+    [
+        (under_run, "metrics_rank", "none"),
+        pytest.param(moved, "metrics_rank", "none", marks=pytest.mark.wide),
+        pytest.param(under_run, "last_rank_writer", "sigkill", marks=pytest.mark.full),
+        pytest.param(under_run, "last_rank_writer", "sigterm", marks=pytest.mark.full),
+        pytest.param(moved, "last_rank_writer", "exception", marks=pytest.mark.full),
+    ],
+)
+def test_a_script_that_logs_from_another_rank_has_its_run_there(tmp_path, form, name, fault):
+    """Under `run` nothing says so; under the decorator, `primary_rank=`."""
+    (script, ranks, rank), what = OTHER_RANK[name], FAULTS[fault]
+    with WandbServer() as server:
+        options = {"FLYTE_TRACKING_CONFIG": f'{{"primary_rank": {rank}}}'} if form is moved else {}
+        done = train(tmp_path, form(name), script, fault, {**server.environment, **options}, ranks)
+        assert (len(server.runs), server.errors) == (1, []), done.output
+        (run,) = server.runs
+    codes = [0] if fault == "sigkill" else list(what.exit_codes)  # the killed rank is the one that has the run
+    assert (done.returncode, run.exit_codes, run.state) == (what.returncode, codes, what.state), done.output
+    assert script.values(run) in script.expected(fault, passes(tmp_path)), done.output
+    assert {key: run.config.get(key) for key in script.config} == script.config
+    assert "logs to a run that does nothing" not in done.output
 
 
 PARITY = ("trainer_class/main",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import py_compile
 import sqlite3
@@ -142,7 +143,7 @@ def test_the_clients_question_for_a_terminal_finds_the_standard_input_open(tmp_p
         [sys.executable, *UNDER, "--project", "p", "-"],
         cwd=tmp_path,
         env=jobs.environment(tmp_path, **variables),
-        input="import sys, wandb; wandb.log({'x': 1}); print('HERE', repr(sys.stdin.read()))",
+        input="import sys, wandb; wandb.init(); wandb.log({'x': 1}); print('HERE', repr(sys.stdin.read()))",
         capture_output=True,
         text=True,
         timeout=100,
@@ -297,26 +298,93 @@ def test_each_argument_has_an_option_or_is_said_to_have_none(capsys):
     assert {"Any"} == {TrackingConfig.__annotations__[name] for name in without} - {"bool"}
 
 
-def test_the_options_reach_the_run(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import wandb; wandb.log({'x': 1}); print(wandb.run.entity, wandb.run.job_type)"
-    )
+OPENING = """
+import sys, wandb
+said = {"project": "theirs", "name": "theirs", "tags": ["theirs"], "config": {"lr": 5, "own": 1}, "job_type": "theirs"}
+run = wandb.init(**said, reinit=True)
+assert run is wandb.run and sys.argv[1:] == ["--help"]
+run.log({"x": 1})
+print(run.project, run.entity, run.job_type)
+"""
+
+
+def test_the_options_take_precedence_over_what_the_script_says(tmp_path):
+    (tmp_path / "script.py").write_text(OPENING)
     options = ["--tags", "a", "--tags", "b,c", "--config", "lr=1e-3", "--config", "model=gpt", "--config", "deep=true"]
     options += ["--option", "entity=team", "--option", "job_type=sweep", "--name", "named", "--rank-prefix"]
-    done = jobs.run([sys.executable, *UNDER, *options, "--", "script.py"], tmp_path)
+    done = jobs.run([sys.executable, *UNDER, *options, "--", "script.py", "--help"], tmp_path)
     (run,) = done.runs
     assert (run.exit_code, run.name, len(run.rows)) == (0, "named", 1), done
     assert sorted(run.tags) == ["a", "b,c"]
-    assert "team sweep\n" in done.output
-    assert {key: run.config[key] for key in ("lr", "model", "deep")} == {"lr": 0.001, "model": "gpt", "deep": True}
+    assert "theirs team sweep\n" in done.output
+    assert {key: run.config[key] for key in ("lr", "model", "deep", "own")} == {
+        "lr": 0.001,
+        "model": "gpt",
+        "deep": True,
+        "own": 1,
+    }
 
 
-SET_LATE = """
+OPENS_NONE = {
+    "a wrong argument": "import argparse, wandb; argparse.ArgumentParser().parse_args(['--wrong'])",
+    "a launcher": "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'raise SystemExit(2)']))",
+    "a disabled run": "import sys, wandb; run = wandb.init(mode='disabled'); run.log({}); sys.exit(1 + run.disabled)",
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("script", OPENS_NONE.values(), ids=OPENS_NONE)
+def test_a_script_that_opens_no_run_has_none(tmp_path, script):
+    (tmp_path / "script.py").write_text(script)
+    done = jobs.run([sys.executable, *UNDER, "--project", "p", "script.py"], tmp_path)
+    assert (done.returncode, done.runs, (tmp_path / "wandb").exists()) == (2, [], False), done.output
+
+
+ON_RANKS = """
+import json, os, sys, time, wandb
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+mode = json.loads(sys.argv[1]).get(str(rank))
+if mode is not None:
+    run = wandb.init(project="p", name="of the script", mode=mode)
+    for x in range(3):
+        run.log({"x": x, "rank": rank, "attempt": attempt})
+    if len(sys.argv) > 2 and attempt == 0 and not run.disabled:
+        sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "modes", "arguments", "owners", "is_told"),
+    [
+        ([], {1: "offline"}, ["3"], [1, 1], False),  # torchtitan, Megatron-LM; with a restart
+        pytest.param([], {0: "offline", 1: "offline"}, [], [0], True, marks=pytest.mark.full),
+        pytest.param([], {0: "offline", 1: "disabled"}, [], [0], False, marks=pytest.mark.full),
+        pytest.param(["--primary-rank=0"], {1: "offline"}, [], [], True, marks=pytest.mark.full),
+        pytest.param(["--run-mode=new"], {1: "offline"}, [], [1], False, marks=pytest.mark.full),
+        pytest.param(["--rank-scope=worker"], {1: "offline"}, [], [1], False, marks=pytest.mark.wide),
+    ],
+)
+def test_the_run_is_on_rank_0_or_else_on_the_rank_that_asks_for_it(
+    tmp_path, options, modes, arguments, owners, is_told
+):
+    (tmp_path / "script.py").write_text(ON_RANKS)
+    launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
+    done = jobs.run([*launcher, *UNDER, *options, "script.py", json.dumps(modes), *arguments], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [[row["rank"] for row in run.rows] for run in done.runs] == [[rank] * 3 for rank in owners], done.output
+    assert len({run.id for run in done.runs}) == len(set(owners))
+    assert sorted(run.exit_code for run in done.runs) == ([0, 3] if arguments else [0] * len(owners))
+    assert ("logs to a run that does nothing" in done.output) == is_told
+
+
+SAYS_BEFORE = """
 import os, wandb
 os.environ.update(WANDB_NAME="late", WANDB_TAGS="b,c", WANDB_NOTES="noted", WANDB_PROJECT="mine", WANDB_RUN_GROUP="g")
-os.environ.update(WANDB_JOB_TYPE="j", WANDB_DIR="elsewhere", WANDB_MODE="online")
-run = wandb.init(settings=wandb.Settings(init_timeout=33, api_key="k" * 40))
+os.environ.update(WANDB_JOB_TYPE="j", WANDB_MODE="offline")
+settings = wandb.Settings(init_timeout=33, api_key="k" * 40)
+run = wandb.init(settings=settings, dir="elsewhere", id="chosen", resume="allow")
 run.log({"x": 1})
+print("HERE", run.project, run.group, run.job_type, run.notes)
 os.environ["WANDB_MODE"] = "disabled"
 off = wandb.init()
 wandb.log({"x": 2})
@@ -324,16 +392,16 @@ print("OFF", off.disabled, off is wandb.run)
 """
 
 
-def test_variables_that_the_script_sets_describe_its_run_or_are_named(tmp_path):
-    (tmp_path / "script.py").write_text(SET_LATE)
-    done = jobs.run([sys.executable, *UNDER, "--project", "llm", "script.py"], tmp_path)
-    (run,) = done.runs
-    assert (run.exit_code, run.name, sorted(run.tags)) == (0, "late", ["b", "c"]), done.output
-    assert [row["x"] for row in run.rows] == [1]
+def test_what_the_script_says_before_its_run_counts(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "script.py").write_text(SAYS_BEFORE)
+    done = jobs.run([sys.executable, *UNDER, "script.py"], tmp_path, {"WANDB_MODE": "online"})
+    assert "HERE mine g j noted" in done.output, done.output
     assert "OFF True True" in done.output
-    placed = "project='mine', job_type='j', dir='elsewhere', mode='online', group='g', settings api_key, "
-    assert f"Without effect: {placed}settings init_timeout. Pass these to the command" in done.output
-    assert "--option NAME=VALUE" in done.output
+    (run,) = jobs.Done(0, "", tmp_path / "elsewhere").runs
+    assert (run.id, run.exit_code, run.name, sorted(run.tags)) == ("chosen", 0, "late", ["b", "c"])
+    assert [row["x"] for row in run.rows] == [1]
+    assert "Without effect" not in done.output
     assert "k" * 40 not in done.output
 
 
@@ -363,13 +431,11 @@ def test_runs_that_a_script_opens_in_turn_are_one_with_a_warning(tmp_path, track
     text = IN_TURN[tracker]
     (tmp_path / "script.py").write_text(text if is_again else text.replace("range(3)", "range(1)"))
     variables = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "TRACKIO_DIR": str(tmp_path)}
-    done = jobs.run([sys.executable, *UNDER, "--project", "p", "--tracker", tracker, "script.py"], tmp_path, variables)
+    done = jobs.run([sys.executable, *UNDER, "--tracker", tracker, "script.py"], tmp_path, variables)
     assert done.returncode == 0, done.output
     assert done.output.count("opens no other run after the end of one") == is_again, done.output
     if tracker == "mlflow":
-        assert done.output.count("mlflow.set_tracking_uri('sqlite:///other.db') has no effect") == 1
-        assert done.output.count("mlflow.set_experiment('other') has no effect") == 1
-        assert not (tmp_path / "other.db").exists()
+        assert not (tmp_path / "mlflow.db").exists()
         data = mlflow_runs(tmp_path)
         assert data["p"] == data["q"] == ["0"]
         assert data["tracking_init.params.p"] == ["2"] * is_again
@@ -380,7 +446,7 @@ def test_runs_that_a_script_opens_in_turn_are_one_with_a_warning(tmp_path, track
 def mlflow_runs(directory: Path) -> dict[str, list[str]]:
     """Return the params and tags of all runs, their states and their experiments."""
     found: dict[str, list[str]] = defaultdict(list)
-    with closing(sqlite3.connect(directory / "mlflow.db")) as store:
+    with closing(sqlite3.connect(directory / "other.db")) as store:
         for key, value in store.execute("SELECT key, value FROM params UNION ALL SELECT key, value FROM tags"):
             found[key].append(value)
         found["status"] = [status for (status,) in store.execute("SELECT status FROM runs")]

@@ -79,6 +79,28 @@ def test_what_a_thread_logs_during_a_teardown_is_sent_when_the_function_ends(tmp
         assert (run.rows_after_completion, run.rows_overwritten, run.exit_codes) == (0, 0, [0, 0])
 
 
+SEARCH = """
+import wandb
+def trial():
+    with wandb.init(config={"x": -1}) as run:
+        run.log({"x": run.config["x"]})
+sweep = wandb.sweep({"method": "grid", "parameters": {"x": {"values": [1, 2]}}}, project="swept")
+wandb.agent(sweep, trial, project="swept")
+"""
+
+
+@pytest.mark.full
+def test_the_trials_of_a_script_under_the_command_run_are_those_of_the_client(tmp_path):
+    (tmp_path / "search.py").write_text(SEARCH)
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, "-m", "flyteplugins_tracking", "run", "search.py", env=server.environment)
+        assert (done.returncode, "Traceback" in done.output) == (0, False), done.output
+        assert [(run.sweep is not None, values(run, "x"), run.exit_codes) for run in server.runs] == [
+            (True, [1], [0]),
+            (True, [2], [0]),
+        ]
+
+
 def test_nothing_of_a_sweep_is_left_behind(plain):
     done, _ = plain
     left = next(told for told in seen(done) if "left" in told)

@@ -208,11 +208,31 @@ def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
 @pytest.mark.wide
 def test_the_steps_of_lightning_are_the_x_axis_of_its_rows_if_the_function_says_so(lightning):
     """Lightning says so itself in a run that it opens."""
-    defined = lightning.run("wandb").raw_config["_wandb"]["value"]["m"]
-    names = [one.get("1") or one.get("2") for one in defined]
-    axes = {name: names[one["5"] - 1] for name, one in zip(names, defined, strict=True) if "5" in one}
-    assert axes == {"*": "trainer/global_step"}
+    assert axes_of(lightning.run("wandb")) == {"*": "trainer/global_step"}
     assert not lightning.run("examples").raw_config["_wandb"]["value"].get("m")
+
+
+def axes_of(run: RecordedRun) -> dict[str, str]:
+    """The x axes that are defined for a run's metrics."""
+    defined = run.raw_config["_wandb"]["value"]["m"]
+    names = [one.get("1") or one.get("2") for one in defined]
+    return {name: names[one["5"] - 1] for name, one in zip(names, defined, strict=True) if "5" in one}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("framework", "project", "package"),
+    [("trainer", "huggingface", "transformers"), ("lightning", "lightning", "lightning")],
+)
+def test_under_the_command_run_a_frameworks_own_arguments_count(tmp_path, framework, project, package):
+    command = [*TORCHRUN, "-m", "flyteplugins_tracking", "run", *script("framework_scripts.py", framework)]
+    for ended in job(tmp_path, package, command):
+        assert ended.done.returncode == 0, ended.done.output
+        run = ended.run(project)
+        assert (run.name, run.exit_codes, len(ended.server.runs)) == ("theirs", [0], 1)
+        if framework == "lightning":
+            assert axes_of(run) == {"*": "trainer/global_step"}
+            assert list(tmp_path.glob("elsewhere/wandb/run-*"))
 
 
 @pytest.mark.full

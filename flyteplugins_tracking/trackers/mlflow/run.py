@@ -19,7 +19,8 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import ARGUMENTS_OF, Run, join_calls, prefix_of, warn_of_changes
+from flyteplugins_tracking.trackers.client import Run, join_calls, left_of_opening, prefix_of, warn_of_changes
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
@@ -27,11 +28,13 @@ from flyteplugins_tracking.trackers.mlflow.open import (
     LONGEST_PARAM,
     LONGEST_TAG,
     PARAMS_TAG,
+    RUN_ID_VARIABLE,
     Opened,
     end_run,
     params,
 )
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
+from flyteplugins_tracking.trackers.registry import waiting
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,8 @@ _STOP_S = 2.0
 _NAME_TAG, _NOTE_TAG = "mlflow.runName", "mlflow.note.content"
 # The exit codes that MLflow's names of ends stand for.
 _EXIT_CODES = {"FAILED": 1, "KILLED": TERMINATED}
+# The arguments of `mlflow.start_run` that a script's own opening of its run has.
+_OPENING = {"run_name": "name", "experiment_id": "experiment_id"}
 # The calls of the run object that a run takes, by what they set.
 _SETTERS = {"log_params": "params", "log_param": "params", "set_tags": "tags", "set_tag": "tags"}
 
@@ -433,8 +438,7 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
 
     vendor.leave_end_to_us(_is_open)
     vendor.replace_params(_accepted_params)
-    join_calls(mlflow.start_run, _join)
-    join_calls(mlflow.set_experiment, _keep_experiment)
+    join_clients_calls()
     if mlflow.get_tracking_uri() == uri:  # else it would be looked for at another server
         undo.callback(vendor.set_last_active_run, run.run_id)
     _use_server(uri, undo)
@@ -452,8 +456,22 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     undo.callback(deactivate)
 
 
+def join_clients_calls(config: TrackingConfig | None = None) -> None:
+    """Have MLflow's functions that choose a run join the open one from now on."""
+    import mlflow
+
+    if config is not None and (uri := config.options.get("tracking_uri")):
+        mlflow.set_tracking_uri(uri)  # a script's `set_experiment` comes before its run
+    join_calls(mlflow.start_run, _join)
+    join_calls(mlflow.set_experiment, _keep_experiment)
+
+
 def _join(given: Mapping[str, Any]) -> Any:
     """Return the run of the decorated function for a `mlflow.start_run`, if it is active: MLflow raises then."""
+    if not given.get("nested") and not vendor.active_runs():
+        if "mlflow" in waiting.openers and given.get("run_id"):  # the script goes on in its run
+            os.environ.setdefault(RUN_ID_VARIABLE, given["run_id"])
+        given = left_of_opening("mlflow", given, _OPENING)
     run = next(reversed(vendor.active_runs()), None)
     if not isinstance(run, Logging) or given.get("nested"):
         return None
@@ -488,8 +506,11 @@ def _keep_server(set_tracking_uri: Callable[..., None]) -> Callable[..., None]:
 
 
 def _warn_of_place(run: Any, call: str, argument: str) -> None:
-    text = "MLflow: mlflow.%s has no effect while run %s is open: its rows and nested runs stay with it. Pass %s to %s"
-    _warn_once((run.run_id, argument), text, call, run.id, argument, ARGUMENTS_OF[-1])
+    text = (
+        "MLflow: mlflow.%s has no effect while run %s is open: its rows and nested runs stay with it. Pass %s to "
+        "tracking_init, or as an option of the command `run`"
+    )
+    _warn_once((run.run_id, argument), text, call, run.id, argument)
 
 
 def _is_open(run_id: str, status: str) -> bool:

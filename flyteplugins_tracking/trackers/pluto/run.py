@@ -13,7 +13,7 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Status, join_calls, prefix_of, status_of
+from flyteplugins_tracking.trackers.client import Status, join_calls, left_of_opening, prefix_of, status_of
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _ENDS: Mapping[Status, str] = {"finished": "COMPLETED", "failed": "FAILED", "killed": "TERMINATED"}
 # Larger integers are not JSON numbers to the service. It skips longer strings.
 _LARGEST_INT, _LONGEST_STRING = 2**63, 200
+# The arguments of `pluto.init` that a script's own opening of its run has.
+_OPENING = {"project": "project", "name": "name", "dir": "dir", "settings": "settings", "run_id": "id"}
 # The longest time for the end of the client's threads, in seconds: they may wait for the service.
 _CLOSE_S = 3.0
 
@@ -95,7 +97,7 @@ class PlutoHandle(OutboxHandle):
 
         self.run.log = self._log
         self.run.finish, self.run.close = self._finish, _do_nothing
-        join_calls(pluto.init, _join)
+        join_clients_calls()
         _open.handles.append(self)
         self.undo.callback(lambda: _open.handles.remove(self))
         if not request.plan.ends_run:
@@ -158,8 +160,16 @@ class _Open(PerProcess):
 _open = register(_Open())
 
 
+def join_clients_calls(_: object = None) -> None:
+    """Have `pluto.init` join the open run from now on."""
+    import pluto
+
+    join_calls(pluto.init, _join)
+
+
 def _join(given: Mapping[str, Any]) -> Any:
     """Return the run of the decorated function for a `pluto.init`; None if this process has none."""
+    given = left_of_opening("pluto", given, _OPENING)
     return _open.handles[-1].join(given) if _open.handles else None
 
 

@@ -12,10 +12,15 @@ from typing import Any
 
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.client import join_calls, refuse_to_pickle
+from flyteplugins_tracking.trackers.client import join_calls, left_of_opening, refuse_to_pickle
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
+# The arguments of `trackio.init` that a script's own opening of its run has.
+_OPENING = {
+    **{name: name for name in ("project", "name", "group", "server_url", "webhook_url", "webhook_min_level")},
+    **{name: name for name in ("auto_log_cpu", "cpu_log_interval", "auto_log_gpu", "gpu_log_interval")},
+}
 # How long the Hugging Face Hub may take to name the token's owner. Trackio itself has no limit.
 _USERNAME_S = 2.0
 
@@ -82,13 +87,20 @@ def remote_client(url: str, token: str | None, timeout_s: float) -> Any:
 # The current run.
 
 
+def join_clients_calls(_: object = None) -> None:
+    """Have Trackio's functions that open and end a run join the open one from now on."""
+    import trackio
+
+    join_calls(trackio.init, _join)
+    join_calls(trackio.finish, _finish)
+
+
 def make_current(run: Any) -> Callable[[], None]:
     """Have `trackio.log` and the like go to `run`. Returns a function that undoes that."""
     import trackio
     from trackio import context_vars as variables
 
-    join_calls(trackio.init, _join)
-    join_calls(trackio.finish, _finish)
+    join_clients_calls()
     values = {variables.current_run: run}
     with PARTS.optional("trackio.save() does not use the run's project"):
         values[variables.current_project] = run.project
@@ -125,6 +137,7 @@ def _finish(given: Mapping[str, Any]) -> Any:
 
 def _join(given: Mapping[str, Any]) -> Any:
     """Return the run of the decorated function for a `trackio.init`; None if it is not the current one."""
+    given = left_of_opening("trackio", given, _OPENING)
     run = _current(given)
     if run is not None:
         run.tracking.join(given)

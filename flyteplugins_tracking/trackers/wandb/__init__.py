@@ -140,7 +140,7 @@ class WandbTracker(Tracker):
             primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
             rank, owner = info.rank, f"{'local ' * (config.rank_scope == 'worker')}rank {primary}"
         inactive.ranks.append((rank, owner))
-        forget = when_loaded("wandb", lambda: _inner().join_calls())
+        forget = when_loaded("wandb", lambda: _inner().join_clients_calls())
 
         def undo() -> None:
             forget()

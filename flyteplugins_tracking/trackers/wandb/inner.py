@@ -4,6 +4,8 @@ The run gains what the call says and `tracking_init` does not: config, name, not
 is: its project, its id, its group. A WANDB_ variable that the script has set since is as an argument. W&B's own `init`
 is not called: it would make a directory for another run, and refuse `resume="must"` beside a run that is open.
 
+Under the command `run`, the first call opens the run.
+
 On a rank without a run, the call returns a run that does nothing. A call that asks for another run (`reinit=` is
 "create_new" or "finish_previous"), one in a forked child and one in a sweep's trial that the function runs are W&B's
 own, on each rank.
@@ -16,8 +18,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flyteplugins_tracking._rank.children import variables_at_birth
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import client
+from flyteplugins_tracking.trackers.registry import open_waiting, waiting
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.names import forced_run_id, inactive
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
@@ -25,7 +29,8 @@ from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
 
-_DESCRIBING = ("config", "config_exclude_keys", "config_include_keys", "name", "notes", "tags")
+_CONFIG = ("config", "config_exclude_keys", "config_include_keys")
+_DESCRIBING = (*_CONFIG, "name", "notes", "tags")
 # These say how a run is opened, and change nothing in one that is open; or they have their effect in `_patch`.
 _OPENING = ("allow_val_change", "anonymous", "force", "reinit", "resume")
 _PATCHING = ("monitor_gym", "sync_tensorboard", "tensorboard")
@@ -39,7 +44,7 @@ _VARIABLES = {
 }
 
 
-def join_calls() -> None:
+def join_clients_calls(_: object = None) -> None:
     """Have `wandb.init` join the runs of decorated functions from now on. Called when `wandb` is loaded."""
     import wandb
 
@@ -49,6 +54,7 @@ def join_calls() -> None:
 def _join(arguments: Mapping[str, Any]) -> Any:
     """Return the run for a call of `wandb.init`; None if it is W&B's own."""
     given = {**_changed_variables(), **{name: value for name, value in arguments.items() if value is not None}}
+    given = _open_waiting(given)
     run, is_another = _latest_run(), _asks_for_another(given)
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.is_parents:
@@ -67,6 +73,26 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     _describe(handle, given)
     vendor.set_global_run(run)  # the end of another run, opened with reinit=, has unset it
     return run
+
+
+def _open_waiting(given: dict[str, Any]) -> dict[str, Any]:
+    """Have the first call of a script open the run that waits for it. Return what is left for the run that is open.
+
+    An `id=` without `resume=` may be another one at each start, as W&B's `generate_id()` makes it: then the run has the
+    job's id, with which a restart goes on.
+    """
+    is_disabled = "disabled" in (_setting(given, "mode"), os.environ.get("WANDB_MODE"))
+    # In this process, `wandb.agent` sets the variable for each trial that it runs.
+    is_trial = forced_run_id() not in (None, variables_at_birth().get("WANDB_RUN_ID"))
+    if "wandb" not in waiting.openers or is_disabled or is_trial or _setting(given, "reinit") == "create_new":
+        return given
+    kept = {name: given[name] for name in (*_CONFIG, *_PATCHING) if name in given}
+    asked = {name: value for name, value in given.items() if name not in (*kept, "reinit")}
+    if not asked.get("resume") and (run_id := asked.pop("id", None)):
+        text = "W&B: id=%r of wandb.init() counts with resume= only: without it, the run has an id that restarts keep"
+        logger.warning(text, run_id)
+    open_waiting("wandb", asked)
+    return kept
 
 
 def _is_for_trial(handle: WandbHandle) -> bool:

@@ -87,7 +87,7 @@ def open_run(request: RunRequest) -> Handle:
         ConfigError: W&B does not accept an argument or a variable.
     """
     drop_empty_variables()
-    inner.join_calls()
+    inner.join_clients_calls()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
     _warn_of_open_run(request)
@@ -411,7 +411,7 @@ def _given_settings(request: RunRequest) -> Any:
 def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
     """Put the user's secret into `settings`, or make sure that W&B finds a key: it must not prompt on a rank."""
     host = effective.base_url
-    key = request.read_secret()
+    key = request.read_secret() or settings.api_key  # a script's own, under `run`
     if key:
         settings.api_key = key.strip()  # W&B refuses a key with a line end, and prints it in its message
         vendor.keys[without_credentials(host)] = key.strip()
