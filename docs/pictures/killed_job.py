@@ -1,4 +1,4 @@
-"""The job of the picture of a restart: rank 0 is killed at step 100, and the next attempt goes on from its checkpoint."""
+"""The job of the picture of a restart: rank 0 is killed at step 100, and goes on from its checkpoint."""
 
 from __future__ import annotations
 
