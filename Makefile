@@ -73,7 +73,7 @@ bench: $(INSTALLED)
 drawings: $(INSTALLED)
 	$(BIN)/python docs/modes/draw.py
 
-# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="doctor".
+# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="doctor". That of a browser: apt-get install chromium
 pictures: $(INSTALLED)
 	@$(INSTALL) pyte -c constraints.txt
 	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)

@@ -91,7 +91,7 @@ def live() -> str:
         for row, (name, text, way) in enumerate(PLACES):
             y = row * (PLACE_HEIGHT + WAY)
             yield f'<rect class="paper" x="0" y="{y}" width="{WIDTH}" height="{PLACE_HEIGHT}" rx="8"/>'
-            yield f'<text class="ink" x="{MARGIN}" y="{y + 23}" font-weight="600">{name}</text>'
+            yield f'<text class="ink" x="{MARGIN}" y="{y + 23}" font-weight="600">{escape(name)}</text>'
             yield f'<text class="faint" x="{MARGIN}" y="{y + 42}">{escape(text)}</text>'
             if way:
                 top, end = y + PLACE_HEIGHT + 4, y + PLACE_HEIGHT + WAY - 4

@@ -1,10 +1,13 @@
 """Makes the pictures of the docs from real jobs: `make pictures`, or `python docs/pictures/make.py doctor`.
 
-Each picture is a function of this file, which writes `NAME.svg`, and `NAME-phone.svg` for a phone.
+Each picture is a function of this file, which writes `NAME.svg`, and `NAME-phone.svg` for a phone; or `NAME.png`, of a
+page in a browser, which needs `apt-get install chromium`.
 """
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +16,7 @@ from typing import Any
 
 import terminal
 from support import jobs
+from support.waiting import wait_until
 
 FOLDER = Path(__file__).parent
 # Terminals for a page of 1280 pixels, which has 688 for a picture, and for a phone, in columns and rows.
@@ -76,12 +80,45 @@ def failed(directory: Path) -> None:
         _draw(f"failed{suffix}", "A job of four ranks fails, and its log names the rank", record, "$")
 
 
+def restart(directory: Path) -> None:
+    """The curves of a run whose rank 0 was killed and restarted, on Trackio's page in a browser."""
+    port = str(jobs.free_port())
+    env = {"TRACKIO_DIR": str(directory / "trackio"), "GRADIO_SERVER_PORT": port}
+    done = jobs.run(
+        [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1"), FOLDER / "killed_job.py"],
+        directory,
+        env,
+    )
+    assert done.returncode == 0, done.output
+    page = jobs.start([Path(sys.executable).with_name("trackio"), "show", "--project", "llm"], directory, env)
+    try:
+        wait_until(lambda: _answers(int(port)), page)
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--hide-scrollbars",
+        ]
+        options += [f"--user-data-dir={directory / 'chromium'}", "--window-size=1400,500", "--virtual-time-budget=8000"]
+        url = f"http://127.0.0.1:{port}/?project=llm"
+        command = ["chromium", *options, f"--screenshot={FOLDER / 'restart.png'}", url]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    finally:
+        jobs.kill(page)
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _draw(name: str, title: str, record: Callable[[terminal.Theme], Any], begin: str = "") -> None:
     screens = {theme.name: (record(theme), theme) for theme in (terminal.LIGHT, terminal.DARK)}
     (FOLDER / f"{name}.svg").write_text(terminal.svg(title, screens, begin))
 
 
-PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "failed": failed}
+PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "failed": failed, "restart": restart}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

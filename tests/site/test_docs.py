@@ -29,6 +29,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import include
 import pytest
@@ -436,6 +437,11 @@ def test_the_drawings_are_those_of_the_plans():
     drawings = runpy.run_path(str(folder / "draw.py"))["drawings"]()
     assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawings, "make drawings"
     assert [name for name in drawings if f"modes/{name})" not in "".join(PAGES.values())] == []
+
+
+def test_a_browser_can_read_each_drawing():
+    for path in (ROOT / "docs").rglob("*.svg"):
+        ElementTree.parse(path)  # a browser shows nothing of one with an error
 
 
 def test_a_phone_shows_the_labels_of_the_drawings():
