@@ -83,7 +83,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         rank_scope: Whether `run_mode` holds once for the job ("global") or once for each worker ("worker"), which is a
             node.
         primary_rank: The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative
-            numbers count from the end: -1 is the last one, which has the loss in pipeline parallelism. Or a callable of
+            numbers count from the end: -1 is the last one, on which Megatron-LM logs. Or a callable of
             `DistributedInfo` that returns the same int on every rank. No effect with "new".
         id: The base of the run ids: the same on every rank, and another for each job, unless they share a run with
             `roles`. By default the ranks agree on one.

@@ -112,7 +112,7 @@ class TrackingConfig(Record):
     # In the config that a tracker gets, it is the primary's number in its scope, from 0.
     primary_rank: PrimaryRank = 0
     """The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative numbers count from
-    the end: -1 is the last one, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that
+    the end: -1 is the last one, on which Megatron-LM logs. Or a callable of `DistributedInfo` that
     returns the same int on every rank. No effect with "new"."""
 
     id: str | None = None

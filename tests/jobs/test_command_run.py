@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from support import jobs
+from support.backends import BACKENDS
 
 from flyteplugins_tracking._commands import run as command
 from flyteplugins_tracking._util.threads import wait_as_at_exit
@@ -375,6 +376,55 @@ def test_the_run_is_on_rank_0_or_else_on_the_rank_that_asks_for_it(
     assert len({run.id for run in done.runs}) == len(set(owners))
     assert sorted(run.exit_code for run in done.runs) == ([0, 3] if arguments else [0] * len(owners))
     assert ("logs to a run that does nothing" in done.output) == is_told
+
+
+JOINING = """
+import threading, wandb
+from flyteplugins_tracking import get_run, tracking_init
+assert get_run() is None
+@tracking_init(project="of-the-function", name="function")
+def train():
+    get_run().log({"x": 1})
+def log(x):
+    wandb.init(project="of-a-thread").log({"x": x})
+threads = [threading.Thread(target=log, args=[x]) for x in (2, 3)]
+for part in (FIRST):
+    part.start() if part in threads else part()
+    part.join() if part in threads else None
+print(get_run().project)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "project"), [("[train, *threads]", "of-the-function"), ("[*threads, train]", "of-a-thread")]
+)
+def test_functions_and_threads_of_the_script_have_one_run(tmp_path, first, project):
+    (tmp_path / "script.py").write_text(JOINING.replace("(FIRST)", first))
+    done = jobs.run([sys.executable, *UNDER, "--name", "named", "script.py"], tmp_path)
+    (run,) = done.runs
+    assert (done.returncode, run.name, run.exit_code) == (0, "named", 0), done.output
+    assert (sorted(row["x"] for row in run.rows), f"{project}\n" in done.output) == ([1, 2, 3], True)
+
+
+OF_OTHERS = {
+    "mlflow": "mlflow.set_experiment('theirs'); mlflow.start_run(run_name='n'); log = mlflow.log_metrics",
+    "trackio": "log = trackio.init('theirs', name='n', config={'t': 1}).log",
+    "pluto": "log = pluto.init(project='theirs', name='n', config={'t': 1}).log",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tracker", OF_OTHERS)
+def test_each_client_opens_the_run_where_the_script_does(tmp_path, tracker):
+    lines = ["import os", "if os.environ['RANK'] == '1':", f"    import {tracker}; {OF_OTHERS[tracker]}"]
+    (tmp_path / "script.py").write_text("\n".join([*lines, "    for x in range(3): log({'rank': x})", ""]))
+    launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    with BACKENDS[tracker](tmp_path) as backend:
+        done = jobs.run([*launcher, *UNDER, "--tracker", tracker, "script.py"], tmp_path, backend.environment())
+        assert done.returncode == 0, done.output
+        (run,) = backend.runs("theirs")
+        assert (run.points, run.status) == ({("rank", x): 1 for x in range(3)}, "finished"), done.output
 
 
 SAYS_BEFORE = """
