@@ -18,7 +18,6 @@ from typing import Any
 from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
-from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, run_config, warn_of_changes
@@ -62,7 +61,6 @@ class WandbHandle(ClientHandle):
         is_shared: Whether other ranks log into the run too.
         kind: The client's class of the run.
         pid: The process that has opened the run.
-        warn_once: Warns once about each subject.
     """
 
     is_shared = False
@@ -88,7 +86,6 @@ class WandbHandle(ClientHandle):
         holder = vars(run).get(HANDLE)
         # `wandb.init` may return a run that another function has open. That function ends it.
         self._is_ours, self.kind = holder is None, type(run) if holder is None else holder.kind
-        self.warn_once = WarnOnce(logger)
         self._timed_out = False  # whether W&B may lack rows after the run's end
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
@@ -99,11 +96,6 @@ class WandbHandle(ClientHandle):
         self._placement = Placement(run, self.kind, request, self.warn_once)
         if self._is_ours:
             self._take_over()
-
-    @property
-    def is_parents(self) -> bool:
-        """Whether the process that has opened the run is a parent of this one."""
-        return os.getpid() != self.pid
 
     @property
     def was_told_to_end(self) -> bool:
@@ -155,6 +147,8 @@ class WandbHandle(ClientHandle):
         try:
             if self._is_ours:
                 super().finish(exit_code)
+            elif self._barrier is not None:
+                self._barrier.depart(self.request, "W&B", exit_code)
         finally:
             self._let_go()
 
@@ -316,7 +310,7 @@ class WandbHandle(ClientHandle):
             self._be_global()
 
     def _keep(self, action: Callable[[], Any], name: str = "") -> Any:
-        """Have a run that has ended, or whose wandb-core has died, keep what the function logs now, for `_send_left`.
+        """Have a run that has ended, or whose wandb-core has died, keep what the function logs now, for `_end_again`.
 
         Args:
             action: Logs to the run. What it raises is dropped.
