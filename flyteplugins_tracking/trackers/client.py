@@ -85,6 +85,7 @@ class ClientHandle(Handle):
         ends_run: Whether `end` sends the run's status to the service. It is True on the primary rank of the job that
             owns the run, and in the command `send` for the last attempt of a run.
         vendors_keys: How the keys of the config begin that the service's client sets itself.
+        warn_once: Warns once about each subject.
     """
 
     vendors_keys: tuple[str, ...] = ()
@@ -120,7 +121,7 @@ class ClientHandle(Handle):
         self._is_late = False  # whether something was logged since
         self._next_row = NextRow()
         self._last_step: Any = None  # the last `step=` of a row
-        self._warn_once = WarnOnce(logger)
+        self.warn_once = WarnOnce(logger)
         self._restart_count = request.restart_count if request.plan.primary else 0
         self._told_status: int | None = None  # that of the function's own first end of the run, which ends nothing
 
@@ -154,7 +155,7 @@ class ClientHandle(Handle):
         self._gate.call(self._write, self._write_late, row, step, kwargs)
 
     def _make_row(self, data: Any) -> Any:
-        """Return a row as the service takes it: a new mapping."""
+        """Return a row as the service takes it."""
         return self._values.clean(data)
 
     def _write_late(self, *row: Any) -> None:
@@ -198,7 +199,7 @@ class ClientHandle(Handle):
         if not self.request.plan.primary:
             return {}
         if self._told_status is not None:
-            warn_of_another(self._warn_once, self._title, call, self.id, given)
+            warn_of_another(self.warn_once, self._title, call, self.id, given)
         values = plain_config(given.get("config") or None)
         new = {
             key: value for key, value in values.items() if key not in known and not key.startswith(self.vendors_keys)
@@ -206,7 +207,7 @@ class ClientHandle(Handle):
         kept = [f"config[{key!r}]" for key in values if key not in new and known.get(key) != values[key]]
         others = {name: value for name, value in given.items() if name in placed and is_given(value)}
         kept += [f"{name}={value!r}" for name, value in others.items() if value != placed[name]]
-        warn_of_placed(self._warn_once, self._title, call, self.id, kept)
+        warn_of_placed(self.warn_once, self._title, call, self.id, kept)
         return new
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
@@ -256,7 +257,7 @@ class ClientHandle(Handle):
     def _warn(self, text: str) -> None:
         """Warn about the run, once: the training's loop may repeat the cause."""
         has_error = sys.exc_info()[0] is not None
-        self._warn_once("run", "%s: run %s %s", self._title, self.id, text, exc_info=has_error)
+        self.warn_once("run", "%s: run %s %s", self._title, self.id, text, exc_info=has_error)
 
 
 def refuse_to_pickle() -> NoReturn:

@@ -21,6 +21,7 @@ A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is J
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -49,7 +50,7 @@ SUFFIX = ".journal.txt"
 _BAD = ".bad"
 # What a line has in the place of a record's number, if it has no record.
 _HEADER, _ACKNOWLEDGED = b"header", b"acknowledged"
-_CRC_SIZE, _LONGEST_NUMBER = 8, 20
+_LONGEST_NUMBER = 20
 # The longest line that is read, in bytes: a file that is none of ours may have no newline.
 _LONGEST_LINE = 256_000_000
 # Services have steps of 64 bits, and the next step needs room. A row's time is below this, in seconds since the epoch:
@@ -242,11 +243,7 @@ class StoredJournal:
 
         A damaged line is left out, with a warning. Raises nothing.
         """
-        acknowledged = damaged = 0
-        for name, count in _parsed(self.path):
-            damaged += not name
-            if name == _ACKNOWLEDGED and _is_number(count):
-                acknowledged = max(acknowledged, int(count))
+        _, acknowledged, damaged = _notes_of(self.path)
         if damaged:
             text = "%s is damaged in %d places: what was there is lost, all else is used. It is kept as %s%s"
             _warn_once(str(self.path), text, self.path, damaged, self.path.name, _BAD)
@@ -276,7 +273,7 @@ class StoredJournal:
 
     def remove(self, is_bad: bool = False) -> None:
         """Remove the file: the service has all records. It gets another name if it is damaged, or if `is_bad`."""
-        if is_bad or not all(name for name, _ in _parsed(self.path)):
+        if is_bad or _notes_of(self.path).damaged:
             with suppress(OSError):
                 self.path.rename(f"{self.path}{_BAD}")
         else:
@@ -290,7 +287,7 @@ def stored(directory: Path) -> list[StoredJournal]:
     """
     journals = []
     for path in sorted(set(directory.glob(f"*{SUFFIX}")) - _live):
-        header = _header_of(path)
+        header = _notes_of(path).header
         if header is not None:
             journals.append(StoredJournal(header, path))
         elif any(True for _ in _lines_of(path)):
@@ -412,16 +409,36 @@ def _is_number(text: bytes) -> bool:
     return text.isdigit() and len(text) < _LONGEST_NUMBER
 
 
-def _header_of(path: Path) -> dict[str, Any] | None:
-    """Return the last header of a file; None if it has none."""
-    header = None
-    for line in _lines_of(path):
-        if line.startswith(_HEADER, _CRC_SIZE + 1):  # the checksums of the others are not needed
-            name, text = _parse(line)
+class _Notes(NamedTuple):
+    """What a file has beside records: its last header, how many of them are acknowledged, and its damaged lines."""
+
+    header: dict[str, Any] | None = None
+    acknowledged: int = 0
+    damaged: int = 0
+
+
+def _notes_of(path: Path) -> _Notes:
+    """Return what a file has beside records. It is read again only when it has changed."""
+    try:
+        at = path.lstat()
+    except OSError:
+        return _Notes()
+    return _read_notes(path, at.st_ino, at.st_size, at.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1000)
+def _read_notes(path: Path, *_: int) -> _Notes:
+    header, acknowledged, damaged = _Notes()
+    for name, text in _parsed(path):
+        if not name:
+            damaged += 1
+        elif name == _ACKNOWLEDGED and _is_number(text):
+            acknowledged = max(acknowledged, int(text))
+        elif name == _HEADER:
             with suppress(ValueError, RecursionError):
-                described = json.loads(text) if name == _HEADER else None
+                described = json.loads(text)
                 header = described if isinstance(described, dict) else header
-    return header
+    return _Notes(header, acknowledged, damaged)
 
 
 def _remove(path: Path) -> None:

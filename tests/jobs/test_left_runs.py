@@ -102,6 +102,18 @@ def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
         assert run.summary["least"] in (2, {"min": 2})
 
 
+@pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.full)])
+def test_what_is_set_when_wandb_core_has_died_is_sent_though_its_process_is_killed_too(tmp_path, mode):
+    with WandbServer() as server:
+        log(tmp_path, server, "set_when_dead", "kill", env={"WANDB_MODE": mode})
+        send(tmp_path, server)
+        run = server.run("run")
+        assert numbers(run) == [*expected(0), 10, 11]
+        assert (run.summary["row"], run.summary["best"], run.config["late"]) == (11, 5, 1)
+        assert (run.name, list(run.tags)) == ("renamed", ["tagged"])
+        assert run.files["saved.txt"] == b"saved"
+
+
 @pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["online", "offline"])

@@ -144,6 +144,18 @@ def log_dead() -> None:
     get_run().log({"row": 1000 * NUMBER + ROWS})
 
 
+def log_set_when_dead() -> None:
+    """What a function sets, and a file that it saves, when wandb-core has been killed."""
+    log_dead()
+    run = get_run()
+    run.summary["row"], run.summary["best"] = -1, 5
+    run.config["late"] = 1
+    run.name, run.tags = "renamed", ("tagged",)
+    Path("saved.txt").write_text("saved")
+    run.save("saved.txt", policy="now")
+    run.log({"row": 1000 * NUMBER + ROWS + 1})
+
+
 def log_preempting() -> None:
     log_rows()
     get_run().mark_preempting()

@@ -167,7 +167,7 @@ class MlflowHandle(OutboxHandle):
             if self._told_status is None:
                 warn_of_changes(self._title, self.id, known, others, f". {kept}")
             else:  # once, since a loop may open a run for each of its turns
-                self._warn_once("params", "%s: run %s: %s, the last ones", self._title, self.id, kept)
+                self.warn_once("params", "%s: run %s: %s, the last ones", self._title, self.id, kept)
             self._other_params.update(others)
             self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
         return {**values, **first}

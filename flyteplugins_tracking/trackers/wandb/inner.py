@@ -57,7 +57,7 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     given = _open_waiting(given)
     run, is_another = _latest_run(), _asks_for_another(given)
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
-    if handle is None or handle.is_parents:
+    if handle is None or handle.pid != os.getpid():
         is_off = inactive.ranks and not is_another and (run is None or run.disabled)
         return _without_effect(given) if is_off else None
     if _is_for_trial(handle):

@@ -1,9 +1,10 @@
 """The rows of an open W&B run that the service may not have: kept in a journal, for a later attempt or `send`.
 
 wandb-core sends every 15 s, and SIGKILL of its process keeps it from sending the rest. So each process that logs into a
-run keeps its rows in a journal in the run's directory: see `attempts`. If the run was online, the journal is removed
-when the run has ended, since all has arrived then. The next attempt sends what is left before the function's first row,
-and leaves it where it is until its own end: it has its steps, or its numbers.
+run keeps its rows, and what it sets in the run, in a journal in the run's directory: see `attempts`. All that W&B's
+client gives to wandb-core comes by here, and comes here alone when the run has ended, or wandb-core has died. If the
+run was online, the journal is removed when the run has ended, since all has arrived then. The next attempt sends what
+is left before the function's first row, and leaves it where it is until its own end: it has its steps, or its numbers.
 
 A process that writes a run alone knows the steps of its rows. If its forked children or TensorBoard write too,
 wandb-core gives the steps, and the run's file has them. If other clients write to the run, its rows have numbers: see

@@ -19,7 +19,6 @@ from typing import Any
 from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
-from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, run_config, warn_of_changes
@@ -63,7 +62,6 @@ class WandbHandle(ClientHandle):
         is_shared: Whether other ranks log into the run too.
         kind: The client's class of the run.
         pid: The process that has opened the run.
-        warn_once: Warns once about each subject.
         is_described: Whether a `wandb.init` of the function has joined the run.
     """
 
@@ -91,7 +89,6 @@ class WandbHandle(ClientHandle):
         holder = vars(run).get(HANDLE)
         # `wandb.init` may return a run that another function has open. That function ends it.
         self._is_ours, self.kind = holder is None, type(run) if holder is None else holder.kind
-        self.warn_once = WarnOnce(logger)
         self._timed_out = False  # whether W&B may lack rows after the run's end
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
@@ -105,11 +102,6 @@ class WandbHandle(ClientHandle):
         self._placing = threading.RLock()
         if self._is_ours:
             self._take_over()
-
-    @property
-    def is_parents(self) -> bool:
-        """Whether the process that has opened the run is a parent of this one."""
-        return os.getpid() != self.pid
 
     @property
     def was_told_to_end(self) -> bool:
@@ -162,6 +154,8 @@ class WandbHandle(ClientHandle):
         try:
             if self._is_ours:
                 super().finish(exit_code)
+            elif self._barrier is not None:
+                self._barrier.depart(self.request, "W&B", exit_code)
         finally:
             self._let_go()
 
@@ -332,7 +326,7 @@ class WandbHandle(ClientHandle):
             self._be_global()
 
     def _keep(self, action: Callable[[], Any], name: str = "") -> Any:
-        """Have a run that has ended, or whose wandb-core has died, keep what the function logs now, for `_send_left`.
+        """Have a run that has ended, or whose wandb-core has died, keep what the function logs now, for `_end_again`.
 
         Args:
             action: Logs to the run. What it raises is dropped.
@@ -494,7 +488,7 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
     def guarded(target: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(target if run_of is None else run_of(target)).get(HANDLE)
         if handle is None:
-            return vars(target).get(method.__name__, functools.partial(method, target))(*args, **kwargs)
+            return method(target, *args, **kwargs)
         return getattr(handle, route)(method, *args, **kwargs)
 
     return guarded
@@ -507,7 +501,7 @@ def _guard_log(log: Callable[..., Any]) -> Any:
     def guarded(run: Any, data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
         handle = vars(run).get(HANDLE)
         if handle is None:
-            log(run, data, step, commit, **kwargs)
+            vars(run).get("log", functools.partial(log, run))(data, step, commit, **kwargs)
         elif os.getpid() != handle.pid:  # W&B's client attaches a forked child to the run by itself
             log(run, handle.prefixed(data), step, commit, **kwargs)
         else:
