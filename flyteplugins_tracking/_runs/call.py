@@ -249,7 +249,10 @@ class Call(PerProcess):
                     from flyteplugins_tracking._job.board import rank_that_opens
 
                     rank = rank_that_opens(info, os.environ, config.rank_scope, asked.tracker.name)
-                    config = replace(config, primary_rank=rank)
+                    own = info.rank if config.rank_scope == "global" else info.local_rank
+                    # Where all ranks call it, rank 0 is the one that logs: it has a run of its own if it comes late.
+                    is_late = own == 0 and rank != 0
+                    config = replace(config, run_mode="new") if is_late else replace(config, primary_rank=rank)
                 self.asked = replace(asked, config=config.in_world(info))
                 self._open_planned(None)
                 self._stop_watching(None)  # it has begun without the run

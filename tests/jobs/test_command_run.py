@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 from support.backends import BACKENDS
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands import run as command
 from flyteplugins_tracking._util.threads import wait_as_at_exit
@@ -427,12 +428,51 @@ def test_each_client_opens_the_run_where_the_script_does(tmp_path, tracker):
         assert (run.points, run.status) == ({("rank", x): 1 for x in range(3)}, "finished"), done.output
 
 
+OF_ALL_RANKS = """
+import os, time, wandb
+if os.environ["RANK"] == "0":
+    time.sleep(12)  # it downloads what the other ranks wait for
+run = wandb.init(project="p")
+if os.environ["RANK"] == "0":
+    run.log({"x": 1})
+"""
+
+
+@pytest.mark.full
+def test_rank_0_has_a_run_though_it_comes_late(tmp_path):
+    (tmp_path / "script.py").write_text(OF_ALL_RANKS)
+    launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*launcher, *UNDER, "script.py"], tmp_path)
+    assert done.returncode == 0, done.output
+    assert sorted((len(run.rows), run.exit_code) for run in done.runs) == [(0, 0), (1, 0)]
+
+
+def test_an_argument_that_trackio_may_not_have_here_is_refused(tmp_path):
+    (tmp_path / "script.py").write_text("import trackio; trackio.init('p', space_id='me/space', private=None)")
+    done = jobs.run([sys.executable, *UNDER, "--tracker", "trackio", "script.py"], tmp_path)
+    assert done.returncode == 1
+    assert "ConfigError: Trackio does not support space_id='me/space'" in done.output
+
+
+@pytest.mark.full
+def test_a_run_that_the_ranks_of_a_script_share_by_themselves_is_their_own(tmp_path):
+    settings = "wandb.Settings(mode='shared', x_label=RANK, x_primary=RANK == '0')"
+    lines = ["import os, wandb", "RANK = os.environ['RANK']", f"run = wandb.init(id='own', settings={settings})"]
+    (tmp_path / "script.py").write_text("\n".join([*lines, "run.log({'rank': int(RANK)})", "run.finish()", ""]))
+    launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    with WandbServer() as server:
+        done = jobs.run([*launcher, *UNDER, "script.py"], tmp_path, server.environment)
+        assert done.returncode == 0, done.output
+        (run,) = server.runs
+    assert (run.id, sorted(row["rank"] for row in run.rows)) == ("own", [0, 1])
+
+
 SAYS_BEFORE = """
 import os, wandb
 os.environ.update(WANDB_NAME="late", WANDB_TAGS="b,c", WANDB_NOTES="noted", WANDB_PROJECT="mine", WANDB_RUN_GROUP="g")
 os.environ.update(WANDB_JOB_TYPE="j", WANDB_MODE="offline")
 settings = wandb.Settings(init_timeout=33, api_key="k" * 40)
-run = wandb.init(settings=settings, dir="elsewhere", id="chosen", resume="allow")
+run = wandb.init(settings=settings, dir="elsewhere", id="chosen")
 run.log({"x": 1})
 print("HERE", run.project, run.group, run.job_type, run.notes)
 os.environ["WANDB_MODE"] = "disabled"

@@ -106,6 +106,7 @@ class TrackioTracker(Tracker):
         from flyteplugins_tracking.trackers.kept import open_or_keep
         from flyteplugins_tracking.trackers.trackio.open import open_run
 
+        self.check(request.config)  # a script's own arguments, under `run`
         return open_or_keep(request, self, lambda: open_run(request, self))
 
 

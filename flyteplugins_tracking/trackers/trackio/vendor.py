@@ -19,6 +19,7 @@ PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
 # The arguments of `trackio.init` that a script's own opening of its run has.
 _OPENING = {
     **{name: name for name in ("project", "name", "group", "server_url", "webhook_url", "webhook_min_level")},
+    **{name: name for name in ("space_id", "bucket_id", "dataset_id", "private")},  # which are refused
     **{name: name for name in ("auto_log_cpu", "cpu_log_interval", "auto_log_gpu", "gpu_log_interval")},
 }
 # How long the Hugging Face Hub may take to name the token's owner. Trackio itself has no limit.

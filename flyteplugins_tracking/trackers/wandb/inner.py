@@ -78,20 +78,15 @@ def _join(arguments: Mapping[str, Any]) -> Any:
 def _open_waiting(given: dict[str, Any]) -> dict[str, Any]:
     """Have the first call of a script open the run that waits for it. Return what is left for the run that is open.
 
-    An `id=` without `resume=` may be another one at each start, as W&B's `generate_id()` makes it: then the run has the
-    job's id, with which a restart goes on.
+    A run that does nothing, and one that the script's ranks share by themselves, are W&B's own.
     """
-    is_disabled = "disabled" in (_setting(given, "mode"), os.environ.get("WANDB_MODE"))
+    is_own = not {"disabled", "shared"}.isdisjoint((_setting(given, "mode"), os.environ.get("WANDB_MODE")))
     # In this process, `wandb.agent` sets the variable for each trial that it runs.
     is_trial = forced_run_id() not in (None, variables_at_birth().get("WANDB_RUN_ID"))
-    if "wandb" not in waiting.openers or is_disabled or is_trial or _setting(given, "reinit") == "create_new":
+    if "wandb" not in waiting.openers or is_own or is_trial or _setting(given, "reinit") == "create_new":
         return given
     kept = {name: given[name] for name in (*_CONFIG, *_PATCHING) if name in given}
-    asked = {name: value for name, value in given.items() if name not in (*kept, "reinit")}
-    if not asked.get("resume") and (run_id := asked.pop("id", None)):
-        text = "W&B: id=%r of wandb.init() counts with resume= only: without it, the run has an id that restarts keep"
-        logger.warning(text, run_id)
-    open_waiting("wandb", asked)
+    open_waiting("wandb", {name: value for name, value in given.items() if name not in (*kept, "reinit")})
     return kept
 
 
