@@ -63,6 +63,39 @@ def test_a_row_at_a_lower_step_is_kept_with_its_step_in_a_column(tmp_path):
     ]
 
 
+BEHIND_ITS_END = """
+import os, signal, time
+from flyteplugins_tracking import get_run, tracking_init
+@tracking_init(project="p", id="run", kill_after_s=7)
+def train():
+    run = get_run()
+    run.log({"loss": 0}, step=0)
+    run.log({"loss": 10}, step=10)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(4)  # the run ends 2 s after the signal
+    run.log({"more": 10}, step=10)
+    for step in (20, 30):
+        run.log({"loss": step}, step=step)
+train()
+"""
+
+
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+def test_rows_behind_the_end_of_a_run_have_their_steps(tmp_path, mode):
+    """The program's handler lets the function go on. The row that was open at the end is complete."""
+    (tmp_path / "script.py").write_text(BEHIND_ITS_END)
+    with WandbServer() as server:
+        done = jobs.run([sys.executable, "script.py"], tmp_path, {**server.environment, "WANDB_MODE": mode})
+        assert done.returncode == 0, done.output
+        (directory,) = (tmp_path / "wandb").glob("*run-*-run")
+        jobs.python(tmp_path, "-m", "flyteplugins_tracking", "send", str(directory), env=server.environment)
+        (run,) = server.runs
+    assert of(run, "loss") == [(0, 0), (10, 10), (20, 20), (30, 30)]
+    assert of(run, "more", "global_step") == [(10, 10)]
+    assert (run.state, run.exit_codes[-1]) == ("preempted", 143)
+
+
 @pytest.mark.wide
 def test_the_console_of_each_attempt_is_kept(tmp_path):
     with WandbServer() as server:

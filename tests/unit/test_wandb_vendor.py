@@ -302,16 +302,16 @@ def test_a_lost_ability_is_told_to_those_that_use_it(without_setting, caplog):
 
 def test_an_end_that_nobody_waits_for_stops_wandb_core(monkeypatch):
     stopped: list[bool] = []
-    monkeypatch.setattr(vendor, "restart_service", lambda _: stopped.append(run._is_finished))
+    monkeypatch.setattr(vendor, "restart_service", lambda *_: stopped.append(run._is_finished))
     run, never = SimpleNamespace(), threading.Event()
-    vendor.finish_while(lambda: True, run, lambda: None)
+    vendor.finish_while(lambda: True, run, 0, lambda: None)
     with pytest.raises(ConnectionError, match="gone"):
-        vendor.finish_while(lambda: True, run, gone)
+        vendor.finish_while(lambda: True, run, 0, gone)
     assert stopped == []
     with pytest.raises(TimeoutError):
-        vendor.finish_while(lambda: False, run, never.wait)
+        vendor.finish_while(lambda: False, run, 0, never.wait)
     with pytest.raises(KeyboardInterrupt):
-        vendor.finish_while(interrupted, run, never.wait)
+        vendor.finish_while(interrupted, run, 0, never.wait)
     assert stopped == [True, True]
     never.set()
 

@@ -209,7 +209,10 @@ class Attempt:
         """
         if last is None:
             return self._kept(since)
-        if None not in [one.header.get("step") for one in self.journals]:
+        steps = [step for one in self.journals if (step := one.header.get("step")) is not None]
+        if len(steps) == len(self.journals):
+            if last.step < min(steps, default=0):  # behind the end of the run: what was before it has arrived
+                return self._kept(0)
             kept = self._kept(last.step)
             if (same := next(kept, None)) is not None and (same.step, same.time) == (last.step, last.time):
                 return kept

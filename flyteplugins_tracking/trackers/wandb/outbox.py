@@ -73,6 +73,7 @@ class WandbOutbox:
         unkept_rows: How many rows the journal lacks because of a full disk: what W&B has not got of them is lost.
         earlier: The directories of earlier attempts that this one has sent what they had left of, in their order.
         is_kept: Whether anything is kept.
+        order: Held while a row gets its step and goes to wandb-core, and is kept. Reentrant: a signal handler may log.
     """
 
     first_step: int | None = None
@@ -106,7 +107,7 @@ class WandbOutbox:
         self._begin()
         self._journal.make()
         self.kept_artifacts: set[str] = set()
-        self._order = threading.RLock()  # rows are kept in the order in which wandb-core gets them
+        self.order = threading.RLock()
         vendor.on_records(run, self._publish, self._deliver)
 
     def _begin(self) -> None:
@@ -158,7 +159,7 @@ class WandbOutbox:
         if self._keeper == threading.get_ident():
             self._keep(record)
         elif record.request.HasField("partial_history"):
-            with self._order:
+            with self.order:
                 publish(record, **more)
                 self.put(record.request.partial_history)
         else:  # without the lock: the client's own thread may print, which is a record too
@@ -201,6 +202,9 @@ class WandbOutbox:
 
     def keep_end(self, exit_code: int) -> None:
         """Keep the status with which the run is ended, and of what is logged after that: it may not be sent in time."""
+        if self._is_row_open and self.next_step is not None:  # the end completes it
+            self.next_step += 1
+        self._is_row_open = False
         self._header = {**self._header, "exit_code": exit_code}
         self._journal.add(encode({"exit_code": exit_code}))
 
@@ -232,7 +236,7 @@ class NoOutbox(WandbOutbox):
     is_kept = False
 
     def __init__(self) -> None:
-        self._journal, self.kept_artifacts = Journal.closed(), set()
+        self._journal, self.kept_artifacts, self.order = Journal.closed(), set(), threading.RLock()
         self._header: dict[str, Any] = {}
 
     @contextlib.contextmanager

@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +78,8 @@ class WandbHandle(ClientHandle):
         """
 
         def deaths() -> tuple[type[BaseException], ...]:
-            return vendor.service_gone(run, sys.exc_info()[1])
+            # Another thread's call may have met the death before, and W&B's own then says that the run is finished.
+            return (Exception,) if vendor.is_finished(run) else vendor.service_gone(run, sys.exc_info()[1])
 
         super().__init__(request, "W&B", None, Gate("W&B", run.id, deaths=deaths, on_death=self._on_death), barrier)
         self.run, self.id = run, run.id
@@ -98,8 +98,6 @@ class WandbHandle(ClientHandle):
         self._of_earlier -= set(vendor.locked_keys(run))
         self._placement = Placement(run, self.kind, request, self.warn_once)
         self._agent = SweepAgent()
-        # Between a row's step and W&B's taking it, no other thread's row comes. Reentrant: a signal handler may log.
-        self._placing = threading.RLock()
         if self._is_ours:
             self._take_over()
 
@@ -202,7 +200,7 @@ class WandbHandle(ClientHandle):
         return data
 
     def write(self, row: Any, step: Any, **kwargs: Any) -> None:
-        with self._placing:
+        with self._outbox.order:  # between a row's step and W&B's taking it, no other thread's row comes
             if step is not None or self._placement.distance:
                 row, step = self._placement.place(row, step)
             self.kind.log(self.run, row, step, **kwargs)
@@ -310,7 +308,7 @@ class WandbHandle(ClientHandle):
             if exit_code == TERMINATED and self._is_preempted():
                 self.run.mark_preempting()
             self._outbox.keep_end(exit_code)
-            vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
+            vendor.finish_while(upload.lasts, self.run, exit_code, lambda: self._finish_run(exit_code))
             refusal = vendor.refusal_of_rows(outbox.run_directory(self.run))
             with self._late:
                 if refusal:
@@ -358,7 +356,7 @@ class WandbHandle(ClientHandle):
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
-        self._timed_out = self.run.offline or not close_again(self.run, self.end_limit())
+        self._timed_out = self.run.offline or not close_again(self.run, self._ended_with, self.end_limit())
         if self._timed_out:
             text = "W&B: run %s: what it has logged since it ended is not sent. To send the rest, run: %s"
             logger.warning(text, self.id, self._command)

@@ -310,7 +310,8 @@ class Sender:
         if exit_code == TERMINATED:
             run.mark_preempting()
         began = time.monotonic()
-        vendor.finish_while(lambda: self._waits(began), run, lambda: run.finish(exit_code=exit_code or 0))
+        code = exit_code or 0
+        vendor.finish_while(lambda: self._waits(began), run, code, lambda: run.finish(exit_code=code))
         if refusal := vendor.refusal_of_rows(outbox.run_directory(run)):
             raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {refusal}")
         self._require_arrived(left)
@@ -884,11 +885,12 @@ class Close:
         self.run, self._upload = run, Upload(run, self.limit)
 
 
-def close_again(run: Any, limit: EndLimit) -> bool:
+def close_again(run: Any, exit_code: int, limit: EndLimit) -> bool:
     """Have another wandb-core send what this process has kept of its run, and end it with the status in its journal.
 
     Args:
         run: The run, which has ended, or whose wandb-core has died.
+        exit_code: The status with which it ends.
         limit: How long that may take.
 
     Returns:
@@ -905,7 +907,7 @@ def close_again(run: Any, limit: EndLimit) -> bool:
             _send_all([*made.earlier, made.directory], close)
 
     try:
-        vendor.finish_while(close.lasts, run, send_all)
+        vendor.finish_while(close.lasts, run, exit_code, send_all)
         is_done = True
     except TimeoutError:
         logger.warning("W&B: run %s was not sent completely: %s", run.id, limit.why)
@@ -916,7 +918,7 @@ def close_again(run: Any, limit: EndLimit) -> bool:
     finally:
         if not is_done and close.run is not None:
             vendor.set_finished(close.run)
-            vendor.restart_service(_CUT_S)
+            vendor.restart_service(_CUT_S, exit_code or 1)
     return is_done
 
 

@@ -499,8 +499,10 @@ def update_summary(run: Any, values: Mapping[str, Any]) -> None:
     getattr(kind, "__wrapped__", kind).update(run.summary, values)
 
 
-def finish_while(lasts: Callable[[], bool], run: Any, finish: Callable[[], object]) -> None:
+def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Callable[[], object]) -> None:
     """Call `finish`, which ends the run, in a thread, as long as `lasts` returns True. Then stop wandb-core.
+
+    It may send a status when it is stopped: the run's own one, but that of a success, which is not sent whole.
 
     Raises:
         TimeoutError: It was stopped. What was not sent is in the local files.
@@ -519,7 +521,7 @@ def finish_while(lasts: Callable[[], bool], run: Any, finish: Callable[[], objec
     finally:
         if not is_done:  # also after an exception out of a signal's handler
             set_finished(run)
-            restart_service(_CUT_S)
+            restart_service(_CUT_S, exit_code or 1)
     if not is_done:
         raise TimeoutError("the run was not sent in time")
     if errors:
