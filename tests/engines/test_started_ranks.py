@@ -36,7 +36,7 @@ def python(how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "package", "launcher"),
     [
-        ("debug", "accelerate", "process_group"),
+        pytest.param("debug", "accelerate", "process_group", marks=pytest.mark.wide),
         pytest.param("debug_accelerator", "accelerate", "process_group", marks=pytest.mark.wide),
         ("notebook", "accelerate", "torchelastic"),
         pytest.param("fabric", "lightning", "lightning", marks=pytest.mark.wide),

@@ -71,7 +71,7 @@ def test_a_run_id_from_the_environment_is_that_of_the_rank_and_not_of_its_childr
     assert [run.id for run in done.runs if run.config["trial"] == "parent"] == [jobs.RUN_ID]
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path) -> None:
     done = jobs.run([*TORCHRUN, TRIALS, "rank", "plain"], tmp_path)
     assert done.returncode == 0, done.output

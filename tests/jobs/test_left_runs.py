@@ -115,7 +115,7 @@ def test_what_is_set_when_wandb_core_has_died_is_sent_though_its_process_is_kill
 
 
 @pytest.mark.sampled_full(1)
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("by", ["send", "next"])
 def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):

@@ -95,7 +95,7 @@ def test_every_row_of_every_rank_arrives_through_a_client_of_its_own(tmp_path, n
             assert (run.exit_codes, run.config["tracking_init"]["world_size"]) == ([0], 4)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("nodes", "how"),
     [pytest.param([3], "to send it: ", marks=pytest.mark.wide), ([2, 1], "with the directories of all nodes: ")],

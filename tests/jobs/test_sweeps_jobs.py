@@ -129,7 +129,7 @@ def test_without_wandb_the_error_names_the_command(tmp_path):
     assert 'TrackerNotInstalledError pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.wide)])
 def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
     """A run for each trial, or for each of its ranks in "new". All ranks have its parameters."""

@@ -158,6 +158,7 @@ def test_the_table_has_each_case_for_each_client():
     assert [*cells()] == [(client, case) for case in CASES for client in CLIENTS]
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.full
 @pytest.mark.parametrize("client", ["ours", *(pytest.param(name, marks=pytest.mark.wide) for name in OTHERS)])
 @pytest.mark.parametrize("case", CASES)

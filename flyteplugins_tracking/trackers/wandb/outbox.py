@@ -107,7 +107,7 @@ class WandbOutbox:
         self._begin()
         self._journal.make()
         self.kept_artifacts: set[str] = set()
-        self.order = threading.RLock()
+        self.order: contextlib.AbstractContextManager[object] = threading.RLock()
         vendor.on_records(run, self._publish, self._deliver)
 
     def _begin(self) -> None:
@@ -236,7 +236,8 @@ class NoOutbox(WandbOutbox):
     is_kept = False
 
     def __init__(self) -> None:
-        self._journal, self.kept_artifacts, self.order = Journal.closed(), set(), threading.RLock()
+        self._journal, self.kept_artifacts = Journal.closed(), set()
+        self.order = contextlib.nullcontext()  # one object of all such runs, in forked children too
         self._header: dict[str, Any] = {}
 
     @contextlib.contextmanager
