@@ -73,7 +73,7 @@ end()
 
 
 @pytest.mark.sampled_full(4)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -126,6 +126,7 @@ def test_processes_of_each_kind_find_the_script_again(tmp_path):
     assert as_python(tmp_path, "-m", "script", "a").count("'a'") == 3
 
 
+@pytest.mark.full
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", ["/dev/stdin", "named pipe"])
 def test_a_pipe_can_be_the_script(tmp_path, path):
@@ -334,6 +335,7 @@ OPENS_NONE = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", OPENS_NONE.values(), ids=OPENS_NONE)
 def test_a_script_that_opens_no_run_has_none(tmp_path, script):
@@ -396,6 +398,7 @@ print(get_run().project)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "project"), [("[train, *threads]", "of-the-function"), ("[*threads, train]", "of-a-thread")]

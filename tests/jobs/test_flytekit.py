@@ -41,7 +41,7 @@ def succeeded(done: jobs.Done) -> jobs.Done:
     return done
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("task", "calls"),
     [
@@ -225,6 +225,7 @@ def test_a_serialized_task_brings_its_link(templates):
     assert {"link_type": "tracking-wandb-project", **link}.items() <= templates["spawn_below"].items()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("task", "link_type"),
     [

@@ -340,6 +340,7 @@ def test_a_proxy_that_only_the_data_names_gets_no_key(tmp_path):
         assert len(server.run("kept").charted["x"]) == 1
 
 
+@pytest.mark.full
 def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
     code = "import inspect, json, pluto; print(json.dumps(list(inspect.signature(pluto.init).parameters)))"
     env = jobs.environment(tmp_path, PYTHONPATH=str(Path(sys.prefix) / "pluto"))
@@ -348,6 +349,7 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
     assert set(json.loads(done.stdout)) - ours == INIT_ARGUMENTS
 
 
+@pytest.mark.full
 def test_our_queue_has_each_call_of_the_vendors(tmp_path):
     code = """
 import inspect, json

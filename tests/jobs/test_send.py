@@ -104,6 +104,7 @@ def test_a_directory_on_a_read_only_file_system_is_refused_with_that_cause(tmp_p
     assert "has not confirmed" not in done.output
 
 
+@pytest.mark.full
 def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     """The file of a killed attempt lacks its last rows. The journal says which server was set up there."""
     (directory,) = offline_runs(tmp_path, 7)
@@ -307,7 +308,7 @@ def kept_run(directory: Path, tracker: str, *keys: str, **changes: object) -> Pa
 OWN = "http://127.0.0.1:9"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tracker", "arguments", "variable"),
     [
@@ -334,6 +335,7 @@ def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
     assert [path.suffix for path in directory.iterdir()] == [".txt"]  # nothing was begun
 
 
+@pytest.mark.full
 def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
     tmp_path, bare_environment, monkeypatch, capsys
 ):
@@ -367,7 +369,7 @@ def test_the_command_sets_the_variables_of_the_servers_that_arguments_name(argum
     assert how_to_send("x", arguments) == command
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes", [{"id": "../../x"}, {"id": 5}, {"attempt": "x"}, {"arguments": []}, {"run_metadata": None}]
 )
@@ -407,6 +409,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [[], ["--watch", "--until-done"]])
 def test_a_machine_without_the_client_is_told_what_to_install(tmp_path, options):
     run = tmp_path / "wandb" / "offline-run-20260101_000000-r"

@@ -158,6 +158,7 @@ def test_the_config_has_the_tags_and_notes(one_process):
     assert said.count(f"Without effect: {kept}. Pass these to tracking_init") == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("run_id", "status", "exit_code"),
     [

@@ -370,6 +370,7 @@ def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path, mode):
         assert run.summary["best"] == 5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("run_mode", "rank_scope", "link_type"),
     [
