@@ -38,6 +38,19 @@ SLURM = {
     "MASTER_ADDR": "node-0",
     "MASTER_PORT": "29500",
 }
+# Each line is shown and run. The job's second start finds the file of the first one's run.
+KILL_AND_RESTART = r"""
+show() { echo "$ $1"; eval "$1"; }
+show "grep run_file train.py"
+show "torchrun --nproc-per-node=2 train.py 2>job.log &"
+until [ "$(cat checkpoint 2>/dev/null || echo 0)" -ge 101 ]; do sleep 0.02; done
+show 'kill -9 $(cat pid)'
+wait
+show "torchrun --nproc-per-node=2 train.py 2>>job.log"
+show 'trackio query project --project llm --sql \
+  "SELECT run_name, count(DISTINCT step) AS steps
+   FROM metrics GROUP BY run_name"'
+"""
 
 
 def main(names: list[str]) -> None:
@@ -83,7 +96,7 @@ def failed(directory: Path) -> None:
 def restart(directory: Path) -> None:
     """The curves of a run whose rank 0 was killed and restarted, on Trackio's page in a browser."""
     port = str(jobs.free_port())
-    env = {"TRACKIO_DIR": str(directory / "trackio"), "GRADIO_SERVER_PORT": port}
+    env = {"TRACKIO_DIR": str(directory / "trackio"), "GRADIO_SERVER_PORT": port, "KILL_AT": "100"}
     done = jobs.run(
         [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1"), FOLDER / "killed_job.py"],
         directory,
@@ -108,17 +121,32 @@ def restart(directory: Path) -> None:
         jobs.kill(page)
 
 
+def recording(directory: Path) -> None:
+    """Rank 0 is killed, and a second job continues its run."""
+    (directory / "train.py").write_text((FOLDER / "killed_job.py").read_text())
+    env = jobs.environment(directory, TRACKIO_DIR=str(directory / "trackio"))
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    command = ["bash", "-c", KILL_AND_RESTART]
+    screen = terminal.record(command, directory, env, (54, 30), terminal.LIGHT, lambda text: "| 240" in text)
+    _draw("recording", "Rank 0 is killed, and the next job continues its run", lambda _: screen, prompt="$ ")
+
+
 def _answers(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _draw(name: str, title: str, record: Callable[[terminal.Theme], Any], begin: str = "") -> None:
+def _draw(name: str, title: str, record: Callable[[terminal.Theme], Any], begin: str = "", prompt: str = "") -> None:
     screens = {theme.name: (record(theme), theme) for theme in (terminal.LIGHT, terminal.DARK)}
-    (FOLDER / f"{name}.svg").write_text(terminal.svg(title, screens, begin))
+    (FOLDER / f"{name}.svg").write_text(terminal.svg(title, screens, begin, prompt))
 
 
-PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "failed": failed, "restart": restart}
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "doctor": doctor,
+    "failed": failed,
+    "restart": restart,
+    "recording": recording,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

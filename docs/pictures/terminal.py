@@ -25,6 +25,8 @@ import pyte
 
 # A character, in units of the drawing, and the margin around all of them.
 WIDTH, HEIGHT, MARGIN = 8, 17, 12
+# How long each screen of a recording stays; the last one stays twice as long.
+SCREEN_S = 4
 # The answer to a program that asks for the colour of the background: it chooses its own by it.
 _ASKED = b"\x1b]11;?"
 # Where a line of a frame goes from the middle of its character: left, right, up, down.
@@ -135,24 +137,27 @@ def _read(
         stream.feed(data)
 
 
-def svg(title: str, screens: Mapping[str, tuple[pyte.Screen, Theme]], begin: str = "") -> str:
+def svg(title: str, screens: Mapping[str, tuple[pyte.Screen, Theme]], begin: str = "", prompt: str = "") -> str:
     """Return one drawing of the screens: that of the light or the dark theme, as the reader's system is.
 
     Args:
         title: What it shows, for who does not see it.
         screens: Each theme's screen.
         begin: How the first line begins that is shown.
+        prompt: How a line with a command begins. The drawing is then a recording: the commands appear one by one.
     """
     screen, _ = next(iter(screens.values()))
     first = min(_rows_with_text(screen, begin)[0] for screen, _ in screens.values())
     rows = max(_rows_with_text(screen)[-1] for screen, _ in screens.values()) + 1 - first
+    commands = _rows_with_text(screen, prompt)[1:] if prompt else []
     width, height = screen.columns * WIDTH + 2 * MARGIN, rows * HEIGHT + 2 * MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="13">',
         f"<title>{escape(title)}</title>",
         "<style>.dark { display: none } @media (prefers-color-scheme: dark) { .dark { display: inline } "
-        ".light { display: none } } text { white-space: pre } .b { font-weight: 600 }</style>",
+        ".light { display: none } } text { white-space: pre } .b { font-weight: 600 }"
+        f"{_appearing(len(commands))}</style>",
     ]
     for screen, theme in screens.values():
         parts.append(f'<g class="{theme.name}" fill="{theme.ink}">')
@@ -162,10 +167,22 @@ def svg(title: str, screens: Mapping[str, tuple[pyte.Screen, Theme]], begin: str
         )
         parts.append(f'<g transform="translate({MARGIN} {MARGIN})">')
         for row in range(rows):
+            if first + row in commands:
+                parts.append(f'<g class="c{commands.index(first + row) + 1}">')
             cells = [screen.buffer[first + row][column] for column in range(screen.columns)]
             parts += _row(cells, row * HEIGHT, theme)
-        parts.append("</g></g>")
+        parts.append("</g></g>" + "</g>" * len(commands))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _appearing(commands: int) -> str:
+    """The style by which each command appears after the one before, for readers who have not asked for less motion."""
+    rules = ""
+    for number in range(1, commands + 1):
+        share = f"{100 * number / (commands + 2):.1f}%"
+        rules += f" @keyframes c{number} {{ from {{ visibility: hidden }} {share} {{ visibility: visible }} }}"
+        rules += f" .c{number} {{ animation: c{number} {SCREEN_S * (commands + 2)}s step-end infinite }}"
+    return f" @media (prefers-reduced-motion: no-preference) {{{rules} }}" if rules else ""
 
 
 def _rows_with_text(screen: pyte.Screen, begin: str = "") -> list[int]:
