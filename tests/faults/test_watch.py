@@ -284,7 +284,7 @@ def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_pa
         here.assert_each_once()
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_rows_of_a_long_outage_arrive_once(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job(), here.watch("--until-done")
@@ -299,7 +299,7 @@ def test_rows_of_a_long_outage_arrive_once(tmp_path):
         assert here.state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_shared_run_is_live_with_the_rows_of_all_ranks(tmp_path):
     settings = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}}
     command = [sys.executable, "-m", "flyteplugins_tracking", "send", "--watch", "--until-done", "--interval", "0.2"]

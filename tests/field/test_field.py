@@ -299,7 +299,7 @@ def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fault", "status"),
     [

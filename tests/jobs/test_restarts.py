@@ -538,7 +538,7 @@ def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job
     assert job.kept()["entity"] == "another-team"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_calls_of_a_process_have_a_file_each_and_a_retry_ends_those_that_have_failed(job: Job) -> None:
     script = job.directory / "script.py"
@@ -746,7 +746,7 @@ def test_a_file_system_without_locks_costs_a_warning(job: Job) -> None:
     assert all(output.count("its file system has no locks") == 1 for output in outputs)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_stacked_trackers_have_a_file_each(job: Job) -> None:
     script = job.directory / "stacked.py"

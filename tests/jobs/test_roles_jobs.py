@@ -373,7 +373,7 @@ def variables_of(node):
     return {name: str(value) for name, value in of_rank.items()}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
     """The owner is stopped, and a role ends; then the owner is back, and has logged little, when another role ends."""
     with BACKENDS["wandb"](tmp_path / "server") as running:
@@ -581,7 +581,7 @@ def require_each_row_once(job, *names):
     assert job.server.runs[0].mixed_writers is False
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("victim", ["rollout-0", pytest.param("owner", marks=pytest.mark.wide)])
 def test_a_job_that_is_killed_again_and_again_loses_no_row(job, victim):
     """The other job logs meanwhile, and is not disturbed."""
@@ -608,7 +608,7 @@ def test_a_job_that_is_killed_again_and_again_loses_no_row(job, victim):
     assert run.state == "finished"
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_role_logs_through_an_outage(job):
     owner = job.start(roles=ROLES, rows=100, pause_s=0.01, ends="stop")
     role = job.start("rollout-0", rows=100, pause_s=0.05, ends="stop")

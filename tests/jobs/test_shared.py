@@ -283,7 +283,7 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
         assert len(server.runs) == 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_primary_waits_for_the_other_ranks_and_warns_about_late_ones(tmp_path):
     """Their later rows arrive all the same."""
     with job(tmp_path) as started:

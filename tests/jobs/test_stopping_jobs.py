@@ -157,7 +157,7 @@ def test_a_job_whose_store_goes_away_ends_as_it_does_without(tmp_path):
     assert [run.exit_code for run in done.runs] == [143], done.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_button_of_wandb_stops_all_ranks(tmp_path):
     with WandbServer() as server:
         job = jobs.start(torchrun(ranks=2), tmp_path, server.environment)
