@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import RankScope, position
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
@@ -129,13 +130,13 @@ def job_board(info: DistributedInfo, env: Env, topic: str, timeout: timedelta = 
     return None if store is None else Board(store, topic)
 
 
-def rank_that_opens(info: DistributedInfo, env: Env, scope: str, name: str) -> int:
+def rank_that_opens(info: DistributedInfo, env: Env, scope: RankScope, name: str) -> int:
     """Return the rank that has the run of a script which opens it itself; with "worker", the local rank.
 
     Rank 0 has it if it asks for it within 10 s after the first rank that does. If not, the first one has it, and the
     next attempt's too, where the store outlives this one. Without a board, it is rank 0.
     """
-    rank, worker = (info.rank, "") if scope == "global" else (info.local_rank or 0, info.worker_index)
+    rank, worker = position(info, scope) or 0, "" if scope == "global" else info.worker_index
     with suppress(RuntimeError, ValueError):  # the store has gone; the string is another program's
         board = None if info.world_size == 1 else job_board(info, env, f"opens/{name}/{worker}/{info.world_size}")
         if board is not None:

@@ -131,7 +131,7 @@ def opens_run(
         ConfigError: As `plan`.
     """
     primary = primary_rank_of(info, run_mode, rank_scope, primary_rank)
-    return info is None or run_mode != "auto" or _position(info, rank_scope) == primary
+    return info is None or run_mode != "auto" or position(info, rank_scope) == primary
 
 
 def plan(
@@ -175,7 +175,7 @@ def plan(
     primary_rank = primary_rank_of(info, run_mode, rank_scope, primary_rank)
     if not opens_run(info, run_mode, rank_scope, primary_rank):
         return RunPlan(opens=False)
-    is_primary = run_mode == "new" or _position(info, rank_scope) == primary_rank
+    is_primary = run_mode == "new" or position(info, rank_scope) == primary_rank
     is_in_first_scope = rank_scope == "global" or info.worker_index == 0
     suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
     return RunPlan(
@@ -229,7 +229,8 @@ def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope:
     return (run_mode, rank_scope) != ("auto", "global")
 
 
-def _position(info: DistributedInfo, rank_scope: RankScope) -> int | None:
+def position(info: DistributedInfo, rank_scope: RankScope) -> int | None:
+    """Return the rank's number in its scope: its rank, or with "worker" its local rank."""
     return info.rank if rank_scope == "global" else info.local_rank
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import opens_run
+from flyteplugins_tracking._rank.plan import opens_run, position
 from flyteplugins_tracking._rank.pools import counts_of_world
 from flyteplugins_tracking._rank.topology import Detection, examine
 from flyteplugins_tracking._runs.calls import current, state
@@ -249,9 +249,8 @@ class Call(PerProcess):
                     from flyteplugins_tracking._job.board import rank_that_opens
 
                     rank = rank_that_opens(info, os.environ, config.rank_scope, asked.tracker.name)
-                    own = info.rank if config.rank_scope == "global" else info.local_rank
                     # Where all ranks call it, rank 0 is the one that logs: it has a run of its own if it comes late.
-                    is_late = own == 0 and rank != 0
+                    is_late = position(info, config.rank_scope) == 0 and rank != 0
                     config = replace(config, run_mode="new") if is_late else replace(config, primary_rank=rank)
                 self.asked = replace(asked, config=config.in_world(info))
                 self._open_planned(None)
@@ -401,7 +400,8 @@ def _take(steps: Sequence[Callable[[BaseException | None], object]], error: Base
 
 
 def _name_doctor(error: BaseException) -> None:
-    if isinstance(error, (TopologyError, IdentityError)):
+    """Say in the error how to look into it, once: the call of a function may have opened the run around it."""
+    if isinstance(error, (TopologyError, IdentityError)) and _DOCTOR not in str(error):
         error.args = (f"{error}\n{_DOCTOR}",)
 
 

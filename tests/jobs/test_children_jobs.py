@@ -48,7 +48,6 @@ def test_trials_of_the_ranks_of_mpirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("task", ["forks", "spawns"])
 def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
     done = flyte1_pods.run(task, tmp_path, module="flyte_children")

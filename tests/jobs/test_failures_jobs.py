@@ -84,9 +84,7 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
     assert [failure(run) for run in attempts] == [(1, 1, "ValueError"), (0, None, None)]
 
 
-@pytest.mark.sampled_full(1)
 @pytest.mark.wide
-@pytest.mark.crossed
 @jobs.needs_mpirun
 @pytest.mark.parametrize(("how", "expected"), [("raise", (1, 1, "exit")), ("kill", (137, 1, "SIGKILL"))])
 @pytest.mark.parametrize("shell", [True, False], ids=["in a shell", "alone"])

@@ -114,7 +114,6 @@ def test_what_is_set_when_wandb_core_has_died_is_sent_though_its_process_is_kill
         assert run.files["saved.txt"] == b"saved"
 
 
-@pytest.mark.sampled_full(1)
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", ["online", "offline"])
 @pytest.mark.parametrize("by", ["send", "next"])

@@ -450,7 +450,6 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     assert job.kept()["has_ended"]
 
 
-@pytest.mark.sampled_full(1)
 @pytest.mark.wide
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 @pytest.mark.parametrize(

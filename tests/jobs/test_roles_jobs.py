@@ -348,7 +348,6 @@ def test_one_process_has_one_role_of_a_run_of_wandb(job):
 
 
 @pytest.mark.wide
-@pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)], ids=["the primary last", "the primary first"])
 def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(job, order):
     """The primary may open the run after another node of its job."""

@@ -7,6 +7,7 @@ import math
 import os
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from support.offline_wandb import open_run
 from support.users import NOBODY, needs_root
+from wandb.proto.wandb_internal_pb2 import PartialHistoryRequest
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -46,8 +48,16 @@ def journal_in(directory: Path, place, rows, name: str = "rows-1", step: int | N
     journal = Journal(directory, name, {"place": place, "step": step, **more})
     for values, at in rows:
         journal.header["step"] = at
-        journal.add(outbox.record_of(json.dumps(values).encode(), at))
+        journal.add(outbox.record_of(serialized(values), at))
     journal.close()
+
+
+def serialized(values: Mapping[str, Any]) -> bytes:
+    """A row as W&B's client serializes it."""
+    row = PartialHistoryRequest()
+    for key, value in values.items():
+        row.item.add(key=key, value_json=json.dumps(value))
+    return bytes(row.SerializeToString())
 
 
 @pytest.fixture
@@ -131,8 +141,8 @@ def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once
         {"place": place, "step": 0, "is_automatic": True, "step_metric": "own_step", "restart_count": 3},
     )
     for number in range(10):
-        row = json.dumps({"n": number, "_timestamp": 1.8e9 + number}).encode()
-        journal.add(outbox.record_of(row, number, is_placed=True))
+        row = {"n": number, "_timestamp": 1.8e9 + number}
+        journal.add(outbox.record_of(serialized(row), number, is_placed=True))
     journal.close()
     later = earlier.with_name("run-20260103_000000-tail")
     rows = [({"n": number, "_timestamp": 1.8e9 + number}, ROWS + number) for number in range(4)]
@@ -230,7 +240,7 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
 def test_rows_below_the_first_step_are_not_parsed(tmp_path):
     journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": 0})
     for number in range(100):
-        journal.add(outbox.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
+        journal.add(outbox.record_of(serialized({"n": 1}) if number >= 95 else b"{", number))
     journal.close()
     assert [row.step for row in Attempt.at(tmp_path).rows(95)] == [95, 96, 97, 98, 99]
 

@@ -17,11 +17,11 @@ from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
 # The arguments of `trackio.init` that a script's own opening of its run has.
-_OPENING = {
-    **{name: name for name in ("project", "name", "group", "server_url", "webhook_url", "webhook_min_level")},
-    **{name: name for name in ("space_id", "bucket_id", "dataset_id", "private")},  # which are refused
-    **{name: name for name in ("auto_log_cpu", "cpu_log_interval", "auto_log_gpu", "gpu_log_interval")},
-}
+_OPENING = (
+    *("project", "name", "group", "server_url", "webhook_url", "webhook_min_level"),
+    *("space_id", "bucket_id", "dataset_id", "private"),  # which are refused
+    *("auto_log_cpu", "cpu_log_interval", "auto_log_gpu", "gpu_log_interval"),
+)
 # How long the Hugging Face Hub may take to name the token's owner. Trackio itself has no limit.
 _USERNAME_S = 2.0
 
@@ -138,7 +138,7 @@ def _finish(given: Mapping[str, Any]) -> Any:
 
 def _join(given: Mapping[str, Any]) -> Any:
     """Return the run of the decorated function for a `trackio.init`; None if it is not the current one."""
-    given = left_of_opening("trackio", given, _OPENING)
+    given = left_of_opening("trackio", given, {name: name for name in _OPENING})
     run = _current(given)
     if run is not None:
         run.tracking.join(given)

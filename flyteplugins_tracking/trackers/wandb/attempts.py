@@ -40,7 +40,7 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 
 _OFFLINE = "offline-"
 # What an artifact's record in a journal begins with, and one of JSON. That of a row begins with numbers.
-ARTIFACT, JSON, RECORD = b"artifact", b"{", b"record"
+ARTIFACT, _JSON, RECORD = b"artifact", b"{", b"record"
 # The records of W&B's client that set something in a run, which a journal has too.
 SETTING = ("config", "summary", "metric", "run", "files")
 # How long after the last rows were sent W&B's count of them may be wrong.
@@ -133,7 +133,7 @@ class Attempt:
     @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
-        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(JSON))
+        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(_JSON))
         for end in (*(one.header for one in self.journals), *map(json.loads, kept)):
             if "exit_code" in end:
                 return int(end["exit_code"])
@@ -250,7 +250,7 @@ class Attempt:
             for entry in one.entries():
                 if is_late and entry.data.startswith(RECORD):
                     return True
-                is_late = is_late or entry.data.startswith(JSON)
+                is_late = is_late or entry.data.startswith(_JSON)
         return False
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
@@ -330,7 +330,7 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
 
 
 def _is_row(entry: Entry) -> bool:
-    return not entry.data.startswith((JSON, ARTIFACT, RECORD))
+    return not entry.data.startswith((_JSON, ARTIFACT, RECORD))
 
 
 def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
@@ -339,7 +339,7 @@ def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
         step_text, is_placed, data = entry.data.split(b" ", 2)
         if 0 <= (step := int(step_text)) < since:
             continue
-        values = json.loads(data) if data.startswith(JSON) else vendor.parse_row(a2b_base64(data))
+        values = vendor.parse_row(a2b_base64(data))
         if row is not None and (step < 0 or step != row.step):
             yield row
             row = None

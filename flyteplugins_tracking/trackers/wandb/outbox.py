@@ -27,7 +27,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.wandb import vendor
-from flyteplugins_tracking.trackers.wandb.attempts import ARTIFACT, JSON, RECORD, SETTING, Attempt, Place
+from flyteplugins_tracking.trackers.wandb.attempts import ARTIFACT, RECORD, SETTING, Attempt, Place
 
 # The run's attribute that holds its `WandbOutbox`.
 OUTBOX = "_flyteplugins_tracking_outbox"
@@ -296,12 +296,11 @@ def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> b
     """Return a row as a record of a journal.
 
     Args:
-        row: The row: a JSON object, or as W&B's client has serialized it, which takes a tenth of the time.
+        row: The row, as W&B's client has serialized it, which takes a tenth of the time of JSON.
         step: Its step, if this process knows it.
         is_placed: Whether the function has given the step.
     """
-    text = row if row.startswith(JSON) else b2a_base64(row, newline=False)
-    return b"%d %d %b" % (-1 if step is None else step, is_placed, text)
+    return b"%d %d %b" % (-1 if step is None else step, is_placed, b2a_base64(row, newline=False))
 
 
 def record_of_artifact(data: bytes) -> bytes:
