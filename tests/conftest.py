@@ -156,6 +156,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Each worker has its own: an open run has its project and id on the machine, as a lock in this directory.
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t-")  # short, for the sockets in it
         os.environ.pop("XDG_RUNTIME_DIR", None)
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            tempfile.tempdir = os.environ["TMPDIR"]  # Python has looked at the variable once, for the line above
         config.add_cleanup(functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True))
     if "PYTEST_XDIST_WORKER" not in os.environ:
         directory = tempfile.mkdtemp(prefix="warm-")
