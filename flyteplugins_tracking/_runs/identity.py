@@ -71,17 +71,19 @@ def _of_argument(asked: Asked, _: Detection, __: RunFile | None) -> Identity | N
     return None if asked.config.id is None else Identity(asked.config.id)
 
 
-def _of_variable(asked: Asked, who: Detection, _: RunFile | None) -> Identity | None:
+def _of_variable(asked: Asked, who: Detection, run_file: RunFile | None) -> Identity | None:
     """The tracker's own, as `WANDB_RUN_ID`. Nothing behind it says which run another job has, that a role joins."""
     config, names = asked.config, asked.tracker.run_id_variables
     variable = next((name for name in names if os.environ.get(name, "").strip()), None)
     if variable is not None:
         run_id = os.environ[variable]
         try:
-            asked.tracker.check(replace(config, id=run_id))
+            asked.tracker.check(replace(config, id=run_id, run_file=None))
         except ConfigError as error:
             raise ConfigError(f"{error}. The id is from {variable}") from None
         check_run_id(variable, run_id)
+        if run_file is not None:
+            run_file.find()  # locks the file, which has this run from now on
         identity = Identity(run_id)
         return identity if who.parent is None or config.role is not None else _beside(asked, who, identity)
     if config.role is not None and asked.world.is_real:

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import json
 import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -194,6 +195,16 @@ def test_an_id_that_is_open_is_not_opened_again(bare_environment):
     assert first == "mine"
     assert second.startswith("mine-")
     assert inner() == "mine"
+
+
+def test_an_id_from_a_variable_goes_before_a_file_which_has_it_from_then_on(bare_environment, tmp_path):
+    @tracking_init(tracker=RequestRecorder(), run_file=tmp_path / "run.json")
+    def train():
+        (kept,) = (path for path in tmp_path.glob("run.json*") if path.suffix != ".lock")
+        return get_run().id, json.loads(kept.read_text())["base_id"]
+
+    bare_environment.setenv("WANDB_RUN_ID", "yesterday")
+    assert train() == ("yesterday", "yesterday")
 
 
 def test_trainings_in_several_threads_at_once_are_several_runs(recorder):
