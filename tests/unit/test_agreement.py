@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import sys
@@ -147,21 +146,6 @@ def test_a_rank_that_waits_for_the_decision_goes_on_to_the_step_of_the_others(st
     assert behind.stopped_at == ahead.stopped_at == 6
 
 
-def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, subtests):
-    texts = ("", "{", "[" * 100_000, '{"nothing": 7}', '{"rank": "a", "members": []}', "null")
-    for number, (key, text) in enumerate(itertools.product(("round/1", "decision/1"), texts)):
-        with subtests.test(f"{key} {text[:20]}"):
-            first, second = begun(sys.modules["torch.distributed"].PrefixStore(str(number), store), 2)
-            first.board.put(key, text)
-            look(first, second, times=3)
-            assert not first.counter.next()
-            assert not second.counter.next()
-            first.request(StopRequest("dropped", otherwise=lambda _, first=first: first.request(StopRequest("more"))))
-            look(first, second, times=6)
-            assert first.committed == second.committed is not None
-            assert first.committed.step == 2
-
-
 def test_a_rank_that_moves_to_another_board_agrees_there(store):
     first, second = begun(store, 2)
     other = Board(sys.modules["torch.distributed"].PrefixStore("other", store), "monitor")
@@ -198,8 +182,8 @@ def test_ranks_that_have_no_store_stop_alone(local):
     assert (rank.stopped_at, rank.committed.reason) == (2, "a reason")
 
 
-@pytest.mark.parametrize("number", [128, pytest.param(1024, marks=pytest.mark.full)])
-def test_many_ranks_agree_in_one_round(store, number):
+def test_many_ranks_agree_in_one_round(store):
+    number = 128
     ranks, rng = begun(store, number), random.Random(7)
     for rank in ranks:
         rank.counter.count = rng.randrange(1000)  # they do not meet

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-import time
 from datetime import timedelta
-from random import Random
 
 import pytest
 from support.waiting import wait_until
@@ -145,39 +142,3 @@ def test_a_text_with_fields_of_other_types_ends_nothing_and_is_told_once(store, 
     wait_until(lambda: any(row.get("ranks/step_time/max") == 3.0 for row in rows))
     watch.remove(pulse)
     assert len(caplog.records) == 2
-
-
-@pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(step_s=0.5, own_share=1.0, memory=7)])
-def test_random_changes_of_a_text_raise_nothing(whole):
-    text, random = to_text(whole), Random(1)
-    for _ in range(200):
-        changed = bytearray(text.encode())
-        for _ in range(random.randint(1, 5)):
-            changed[random.randrange(len(changed))] = random.choice([*b'0123456789eE+-"[]{}', random.randrange(256)])
-        found = from_text(type(whole), changed.decode(errors="replace"))
-        if isinstance(found, Pulse):
-            assert all(math.isfinite(value) for value in pulse_module.metrics({0: found}).values())
-
-
-def test_notices_that_a_peer_has_made_up_cost_no_more_than_a_thousand_do(store, monkeypatch):
-    monkeypatch.setattr(failures_module, "job_board", lambda *_: Board(store, "failures"))
-    monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
-    reader, board = FailureReader(MPI, is_alone=False, is_own_run=False), Board(store, "failures/causes")
-    assert reader.verdict(None, None) == (None, False)
-    for rank in range(1100):
-        board.append(to_text(Failure(rank, "E", "", 1)))
-    assert reader.verdict(None, time.monotonic() - 60) == (None, False)  # it reads them: they are later than SIGTERM
-    for rank in range(1100, 1200):
-        board.append(to_text(Failure(rank, "E", "", 1)))
-    verdict, _ = reader.verdict(None, None)
-    assert verdict is not None
-    assert verdict.others == 1099
-
-
-def test_a_counter_that_somebody_has_raised_costs_a_few_requests(store):
-    board = Board(store, "topic")
-    board.append("one")
-    board.count("texts", 1_000_000_000)
-    started = time.process_time()
-    assert board.texts() == {0: "one"}
-    assert time.process_time() - started < 5

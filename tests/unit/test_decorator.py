@@ -18,10 +18,8 @@ from support.requests import RequestRecorder
 
 from flyteplugins_tracking import (
     ConfigError,
-    DistributedInfo,
     TrackerUnavailableError,
     get_run,
-    override_distributed_info,
     tracking_init,
     tracking_run,
 )
@@ -263,25 +261,6 @@ def test_trainings_in_several_tasks_at_once_see_their_own_runs(recorder):
     assert second is second_after
 
 
-def test_ranks_without_a_run_get_none_even_if_another_thread_has_one(recorder):
-    @tracking_init
-    def train():
-        return get_run()
-
-    @tracking_init(run_mode="new")
-    def outer():
-        with override_distributed_info(DistributedInfo(rank=1, world_size=2)), ThreadPoolExecutor(1) as pool:
-            assert train() is get_run()
-            return pool.submit(_as_rank_1, train).result()
-
-    assert outer() is None
-
-
-def _as_rank_1(train):
-    with override_distributed_info(DistributedInfo(rank=1, world_size=2)):
-        return train()
-
-
 def test_the_environment_is_read_at_entry_only(recorder, bare_environment):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         bare_environment.setenv(name, value)
@@ -317,20 +296,6 @@ def test_a_function_that_returns_a_body_instead_of_running_it_is_refused(recorde
     with pytest.raises(ConfigError, match=f"train returned a {kind} that has not started"):
         train()
     assert [run.exit_codes for run in recorder] == [(1,)]
-
-
-def test_a_block_with_a_tracked_function_in_it_is_no_generator(recorder):
-    @contextlib.contextmanager
-    def setup():
-        yield 1
-
-    @tracking_init
-    @setup()
-    def train() -> int:
-        return 2
-
-    assert train() == 2
-    assert [run.exit_codes for run in recorder] == [(0,)]
 
 
 def test_a_generator_that_has_started_is_a_value_like_any_other(recorder):

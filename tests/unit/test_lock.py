@@ -118,21 +118,6 @@ def test_who_reads_the_file_of_a_lock_does_not_free_it(tmp_path):
     lock.release()
 
 
-def test_a_lock_whose_directory_was_moved_leaves_the_one_that_took_its_place(tmp_path):
-    (tmp_path / "ck").mkdir()
-    first = RunLock.of_file(tmp_path / "ck" / "lock")
-    (tmp_path / "ck").rename(tmp_path / "old")
-    (tmp_path / "ck").mkdir()
-
-    def hold() -> None:
-        RunLock.of_file(tmp_path / "ck" / "lock")
-
-    with process(hold):
-        assert first is not None
-        first.release()
-        assert (tmp_path / "ck" / "lock").exists()
-
-
 def test_a_holder_of_another_family_is_waited_for():
     """Not a child, an ancestor or a sibling: as an earlier attempt that is ending."""
     with process(lambda: None), process(acquired) as pid:

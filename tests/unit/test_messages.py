@@ -94,19 +94,6 @@ def test_the_last_line_of_an_offline_run_shows_and_sends_it(bare_environment, tm
         assert shlex.split(send)[-1] == str(directory)
 
 
-def test_a_client_without_a_viewer_is_not_told_to_use_it(monkeypatch, bare_environment, tmp_path, capfd):
-    monkeypatch.setattr("flyteplugins_tracking.trackers.wandb.run.client_version", lambda _: "0.27.2")
-    settings = wandb.Settings(mode="offline", silent=False)
-
-    @tracking_init(tracker="wandb", project="llm", id="older", dir=str(tmp_path), settings=settings)
-    def train() -> None:
-        pass
-
-    train()
-    (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("wandb: to look at run older: ")]
-    assert line.startswith("wandb: to look at run older: send it: flyteplugins-tracking send ")
-
-
 def test_a_run_in_files_says_how_to_send_it_with_a_command_for_a_shell_whatever_the_id_is(
     monkeypatch, tmp_path, caplog, capsys
 ):

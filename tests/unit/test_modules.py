@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import pickle
 import sys
-import zipfile
 from importlib.machinery import SourceFileLoader
 
 import pytest
@@ -50,20 +49,6 @@ def test_a_function_is_called_when_a_module_is_loaded_after_it_has_run(module):
         forget()
     importlib.reload(late)
     assert len(called) == 5
-
-
-def test_the_modules_of_a_zip_file_keep_their_one_loader(module, tmp_path, monkeypatch):
-    with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
-        archive.writestr("zipped.py", "x = 1\n")
-        archive.writestr("beside.py", "x = 2\n")
-    monkeypatch.syspath_prepend(tmp_path / "modules.zip")
-    called: list[object] = []
-    take_back = when_loaded("zipped", lambda: called.append(sys.modules["zipped"].x))
-    for name in ("zipped", "beside"):
-        assert importlib.import_module(name).__loader__.get_source(name).startswith("x = ")
-        del sys.modules[name]
-    take_back()
-    assert called == [1]
 
 
 def test_a_module_that_is_not_there_or_fails_raises_its_own_error(module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -263,26 +262,3 @@ def test_the_end_of_a_run_goes_on_as_long_as_rows_are_taken(service, monkeypatch
 
     log(service, numbers(), kill_after_s=600)
     assert service.numbers == [*range(5)]
-
-
-def test_who_waits_asks_at_most_ten_times_last_at_the_deadline_or_until_an_errors_part_of_it(monkeypatch):
-    for limit_s, takes_s in itertools.product((15, 60), (0.0, 2.0)):
-        clock, asked = Clock(), []
-        monkeypatch.setattr(outboxes, "time", clock)
-
-        def ask(patience: float | None = None, clock=clock, asked=asked, takes_s=takes_s) -> bool:
-            asked.append(clock.now - 100)
-            clock.sleep(takes_s)
-            if patience is not None:
-                raise AwayError("away", patience)
-            return False
-
-        assert outboxes.until(100.0 + limit_s, ask) is False
-        assert len(asked) <= 10
-        assert limit_s - takes_s - 0.5 <= asked[-1] <= limit_s
-        waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
-        assert waits[:-1] == sorted(waits[:-1])
-        clock.now = 100.0
-        with pytest.raises(AwayError):
-            outboxes.until(130.0, lambda ask=ask: ask(0.5))
-        assert asked[-1] == pytest.approx(15, abs=takes_s + 0.5)

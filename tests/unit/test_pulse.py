@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import FrameType
 
 import pytest
@@ -12,9 +11,8 @@ from support.waiting import wait_until
 from flyteplugins_tracking import get_run, heartbeat, tracking_init
 from flyteplugins_tracking._job import progress, pulse
 from flyteplugins_tracking._job.board import Board, OwnStore, to_text
-from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, WaitMeter, is_waiting, metrics
+from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, is_waiting, metrics
 from flyteplugins_tracking.testing import RecordingTracker
-from flyteplugins_tracking.trackers.rows import NextRow
 
 MIB = 2**20
 
@@ -130,17 +128,6 @@ def test_no_hook_is_added_beside_those_of_the_user(counting):
 # How a rank measures its waiting
 
 
-def test_the_share_is_that_of_the_looks_that_found_it_outside_of_collectives(monkeypatch):
-    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    meter = WaitMeter()
-    assert meter.own_share() is None
-    for number in range(1, 11):
-        meter.look(float(number), 1.0, is_waiting=number > 2)
-    assert meter.own_share() == pytest.approx(0.2)
-    meter.look(20.0, 1.0, is_waiting=True)  # late because of the GIL: in the collective that has set it free
-    assert meter.own_share() == pytest.approx(0.9)
-
-
 def test_code_that_waits_is_known_by_its_file():
     packages = {"torch/distributed/c10d.py": True, "torch/autograd/graph.py": True, "torch/cuda/__init__.py": True}
     for file, expected in {**packages, "torch/nn/functional.py": False, "train.py": False}.items():
@@ -152,17 +139,6 @@ def test_code_that_waits_is_known_by_its_file():
 
 
 # The row that takes the values
-
-
-def test_values_wait_for_the_next_row_in_the_place_of_those_that_waited():
-    row = NextRow()
-    assert not row.waiting
-    row.add({"a": 1, "b": 1})  # a is of a node that is silent later: it gets no older than that
-    row.add({"b": 2})
-    assert row.waiting
-    assert row.take() == {"b": 2}
-    assert not row.waiting
-    assert row.take() == {}
 
 
 def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):

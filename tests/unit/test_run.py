@@ -234,24 +234,3 @@ def test_a_forked_child_that_leaves_the_function_ends_nothing(steps):
     assert os.waitpid(pid, 0)[1] == 0
     assert steps == ["open", "await writers 0", "finish 0"]
     assert nothing_is_open()
-
-
-def test_each_stage_of_a_call_is_a_debug_line(steps, caplog):
-    """With `logging.DEBUG` a user sees what the library decides, without a debugger."""
-    caplog.set_level(logging.DEBUG, "flyteplugins_tracking")
-
-    @tracking_init(tracker=Service(steps), id=ID)
-    def train():
-        return repr(current.get()), current.get().number
-
-    shown, number = train()
-    assert shown == f"Call(steps, number {number}, no job, Run({ID}, primary, 1 calls))"
-    stages = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
-    for stage in (
-        "this process is no rank",
-        "opening RunPlan(",
-        f"run {ID} is open",
-        "ends with status 0",
-        "is finished",
-    ):
-        assert any(stage in line for line in stages), stage

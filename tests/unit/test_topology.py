@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from pathlib import Path
@@ -12,18 +11,14 @@ from support import jobs
 
 from flyteplugins_tracking import (
     DistributedInfo,
-    IdentityError,
     TopologyError,
     get_distributed_info,
     override_distributed_info,
     plan,
-    tracking_init,
 )
-from flyteplugins_tracking._job.identity import from_launcher
-from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher
+from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking.testing import recording, simulate
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -387,34 +382,3 @@ def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
     assert all(info.num_workers != 1 for info in infos)
     ids = {plan(info, "new", "worker", "base").run_id for info in infos}
     assert len(ids) == 4
-
-
-ACME_RANK_1 = {"ACME_RANK": "1", "ACME_SIZE": "2", "ACME_LOCAL_RANK": "1", "ACME_LOCAL_SIZE": "2", "ACME_RESTARTS": "3"}
-# A launcher that is one entry of plain variables, as a program adds it.
-ACME = Launcher(
-    "acme",
-    rank="ACME_RANK",
-    world_size="ACME_SIZE",
-    local_rank="ACME_LOCAL_RANK",
-    local_world_size="ACME_LOCAL_SIZE",
-    restart_count=("ACME_RESTARTS",),
-)
-
-
-def test_a_launcher_of_one_entry_is_unset_in_a_simulation(bare_environment):
-    bare_environment.setitem(LAUNCHERS, "acme", ACME)
-    for name, value in ACME_RANK_1.items():
-        bare_environment.setenv(name, value)
-    assert detect(ACME_RANK_1) == get_distributed_info() == DistributedInfo(1, 2, 1, 2, 0, 1, 3, launcher="acme")
-
-    @tracking_init(project="tests")
-    def train() -> tuple[str | None, DistributedInfo | None]:
-        return os.environ.get("ACME_RANK"), get_distributed_info()
-
-    with recording():
-        assert train() == (None, None)
-    infos = [info for _, info in simulate(train, 1, 2).returned]
-    assert [info.rank for info in infos] == [0, 1]
-    assert {variable for variable, _ in simulate(train, 1, 2).returned} == {None}
-    with pytest.raises(IdentityError, match="acme offers none"):
-        from_launcher(detect(ACME_RANK_1), {}, agreement=True)

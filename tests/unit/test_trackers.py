@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import logging
@@ -86,31 +85,6 @@ def test_a_missing_vendor_raises_with_the_command_that_installs_it(monkeypatch, 
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(TrackerNotInstalledError, match=rf'^pip install "flyteplugins-tracking\[{name}\]"$'):
         tracking_init(tracker=name)(lambda: None)()
-
-
-def test_a_vendor_whose_import_was_interrupted_is_not_called_untested(monkeypatch, bare_environment, tmp_path):
-    (tmp_path / "interrupted").mkdir()
-    (tmp_path / "interrupted" / "part.py").touch()
-    (tmp_path / "interrupted" / "__init__.py").write_text(
-        "import sys, interrupted.part\nif hasattr(sys, 'tried'): raise AttributeError('partially initialized')\n"
-        "sys.tried = True\nraise KeyboardInterrupt\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-    class Interrupted(Noting):
-        name, package = "interrupted", "interrupted"
-
-        def open(self, request: Any) -> Handle:
-            importlib.import_module("interrupted")
-            return super().open(request)
-
-    train = tracking_init(tracker=Interrupted)(lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    with pytest.raises(TrackerNotInstalledError, match="if an earlier import was interrupted, start the process again"):
-        train()
-    monkeypatch.delattr(sys, "tried")
-    monkeypatch.delitem(sys.modules, "interrupted.part")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
