@@ -53,33 +53,6 @@ def test_a_store_that_does_not_answer_is_an_error_and_not_as_if_there_was_none()
             job_board(info, env, "topic", timedelta(seconds=0.1))
 
 
-@pytest.fixture
-def agents():
-    """Makes the store of torchelastic's agents, and the variables of its ranks."""
-    torch = pytest.importorskip("torch.distributed")
-    running: list[object] = []
-
-    def start(port: int = 0) -> dict[str, str]:
-        if port:  # those that are there end
-            running.clear()
-        running.append(server := torch.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-        return {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-    return start
-
-
-ELASTIC = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
-
-
-def test_a_process_has_one_connection_to_its_jobs_store(agents):
-    env = agents()
-    boards = [job_board(ELASTIC, env, topic) for topic in ("report", "writers")]
-    assert boards[0].store is boards[1].store
-    boards[0].put("key", "text")
-    assert boards[0].get("key") == "text"
-
-
 NESTED = "[" * 100_000
 BAD_TEXTS = [
     *("", "{", "[1]", "7", "null", NESTED, '{"nothing": 1}', "\ud800", f'{{"type": "{"x" * 5_000_000}"}}'),

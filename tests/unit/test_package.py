@@ -37,38 +37,6 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 SERVICES = ("wandb", "pluto", "mlflow", "trackio")
 
 
-def test_the_public_names_change_on_purpose_only():
-    assert flyteplugins_tracking.__all__ == [
-        "ConfigError",
-        "DistributedInfo",
-        "IdentityError",
-        "RankScope",
-        "RunMode",
-        "RunPlan",
-        "TopologyError",
-        "TrackerNotInstalledError",
-        "TrackerUnavailableError",
-        "TrackingError",
-        "get_distributed_info",
-        "get_run",
-        "get_sweep_id",
-        "get_sweep_parameters",
-        "heartbeat",
-        "override_distributed_info",
-        "plan",
-        "prefix_metrics",
-        "process_group",
-        "request_stop",
-        "should_stop",
-        "tracking_config",
-        "tracking_init",
-        "tracking_run",
-        "tracking_sweep",
-        "tracking_sweep_config",
-    ]
-    assert all(hasattr(flyteplugins_tracking, name) for name in flyteplugins_tracking.__all__)
-
-
 @pytest.mark.parametrize("name", flyteplugins_tracking._REMOVED)
 def test_a_removed_name_is_an_error_that_says_what_to_use(name):
     expected = f"flyteplugins_tracking.{name} has been removed: {flyteplugins_tracking._REMOVED[name]}"

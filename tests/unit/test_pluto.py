@@ -137,8 +137,7 @@ def test_pages(bare_environment, arguments, address):
     assert TRACKER.page(TrackingConfig.from_arguments({"tracker": "pluto", **arguments}), None) == address
 
 
-def test_tasks_of_both_sdks_have_a_link():
-    import flyte
+def test_a_task_of_flytekit_has_a_link():
     from flytekit import task
     from flytekit.configuration import ImageConfig, SerializationSettings
     from flytekit.tools.translator import get_serializable
@@ -153,15 +152,6 @@ def test_tasks_of_both_sdks_have_a_link():
     settings = SerializationSettings(ImageConfig.auto_default_image())
     template = get_serializable(OrderedDict(), settings, of_flytekit).template
     assert template.config == {"link_type": "tracking-pluto", "pluto_page": address}
-
-    @tracked
-    @flyte.TaskEnvironment(name="pluto").task
-    def of_flyte() -> None: ...
-
-    link = {"run_name": "r1", "project": "p", "domain": "d", "context": {}, "parent_action_name": ""}
-    (of_task,) = of_flyte.links
-    assert of_task.name == "Pluto"
-    assert of_task.get_link(**link, action_name="a0", pod_name="") == address
 
 
 def plain() -> None: ...

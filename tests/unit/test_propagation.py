@@ -153,19 +153,3 @@ def test_a_variable_that_is_set_in_a_block_counts_after_it(bare_environment, mon
         os.environ.update(tracking_config(project="set", group="set"))
         assert (train().project, train().group) == ("outer", "block")
     assert (train().project, train().group) == ("set", "set")
-
-
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_blocks_that_overlap_leave_the_variable_as_it_was(bare_environment, monkeypatch, first_ends_first):
-    monkeypatch.setenv(CONFIG, json.dumps({"project": "outside"}))
-    contexts, blocks = [contextvars.Context() for _ in range(2)], [tracking_config(project=name) for name in "ab"]
-    for context, block in zip(contexts, blocks, strict=True):
-        context.run(block.__enter__)
-    assert [context.run(read, CONFIG, None)["project"] for context in contexts] == ["a", "b"]
-    assert json.loads(os.environ[CONFIG]) == {"project": "b"}
-    first, last = (0, 1) if first_ends_first else (1, 0)
-    contexts[first].run(blocks[first].__exit__, None, None, None)
-    assert json.loads(os.environ[CONFIG]) == {"project": "ab"[last]}
-    assert contexts[last].run(read, CONFIG, None)["project"] == "ab"[last]
-    contexts[last].run(blocks[last].__exit__, None, None, None)
-    assert json.loads(os.environ[CONFIG]) == {"project": "outside"}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import pytest
-from support import jobs
 
 from flyteplugins_tracking import (
     DistributedInfo,
@@ -286,12 +284,6 @@ def test_a_rank_of_an_unknown_launcher_is_told_once_and_what_is_none_of_several_
 
 def test_the_documented_launchers_are_those_that_are_detected():
     assert [name for name in LAUNCHERS if f'"{name}"' not in (DistributedInfo.__doc__ or "")] == []
-
-
-def test_a_tests_job_has_no_variable_of_a_launcher(monkeypatch):
-    for name in jobs.variables_of_launchers():
-        monkeypatch.setenv(name, "2")
-    assert jobs.variables_of_launchers() & jobs.environment(Path()).keys() == set()
 
 
 def test_variables_are_read_at_the_call_and_a_world_of_one_is_no_distributed_job_even_under_torchrun(bare_environment):
