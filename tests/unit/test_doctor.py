@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,10 +166,6 @@ def test_the_plan_is_for_the_primary_and_the_id_that_are_asked_for_and_for_worke
     assert [writers for *_, writers in rows[:2]] == ["rank 7", "local rank 3"]
     _, out, _ = ask("--json", "--offline", "--primary-rank=4", **world(8, 4, 2))
     assert [row["error"] is None for row in json.loads(out)["plans"][:2]] == [True, False]
-    begin = time.process_time()
-    rows = plans_of(ask("--json", "--offline", **world(8192, 8, 1024))[1])
-    assert time.process_time() - begin < TIME_SCALE  # of CPU
-    assert (rows[1][0], rows[5][1]) == (1024, "{base}-worker-{0..1023}-rank-{0..7}")
     variables = {**world(11, 3, 3), "WANDB_RUN_ID": "b-7"}  # the other two workers share 8 ranks
     _, out, _ = ask("--json", "--offline", **variables)
     assert plans_of(out)[1] == (3, "b-7-worker-{0..2}", "b-7", "local rank 0")

@@ -145,11 +145,3 @@ def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_en
     assert pickle.loads(pickle.dumps(shared)) == shared
     assert sorted(config["project"] for config in asyncio.run(trainings())) == ["a", "a", "b", "b"]
     assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
-
-
-def test_a_variable_that_is_set_in_a_block_counts_after_it(bare_environment, monkeypatch):
-    monkeypatch.setenv(CONFIG, "{}")  # so that the variable is restored after the test
-    with tracking_config(project="outer"), tracking_config(group="block"):
-        os.environ.update(tracking_config(project="set", group="set"))
-        assert (train().project, train().group) == ("outer", "block")
-    assert (train().project, train().group) == ("set", "set")

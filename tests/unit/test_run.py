@@ -16,6 +16,7 @@ import pytest
 from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
 from flyteplugins_tracking._runs.calls import current, state
 from flyteplugins_tracking._runs.context import ProcessContext, World, override
+from flyteplugins_tracking._runs.run import end_open_runs
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
@@ -128,6 +129,12 @@ def test_a_run_is_opened_and_closed_in_this_order(steps, platform):
         "persist directory",
     ]
     assert nothing_is_open()
+
+
+def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(steps, platform):
+    """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
+    ended = tracking_init(tracker=Service(steps), id=ID)(lambda: end_open_runs(60) or list(steps))()
+    assert ended == ["open", "propagate", "end early 143", "persist directory with the lock"]
 
 
 def test_an_error_is_kept_with_the_run_before_its_end(steps):

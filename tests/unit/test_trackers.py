@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from support.backends import EXAMPLES
@@ -18,7 +18,6 @@ from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ProcessContext, World, override
-from flyteplugins_tracking._runs.run import end_open_runs
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
@@ -293,32 +292,6 @@ def test_values_for_the_next_row_are_no_row_of_their_own_until_the_run_ends(bare
 
     terminated()
     assert tracker.handle.events == [{"a": 1}, 143]  # they open no run again
-
-
-class Platform(ProcessContext):
-    """Notes what it is asked to do with a run."""
-
-    noted: ClassVar[list[Any]] = []
-    can_persist = True
-
-    def persist(self, directory: str) -> str:
-        self.noted.append(directory)
-        return "s3://bucket"
-
-
-def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(bare_environment):
-    """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
-    tracker, world = Events(), World()
-    world.adapted = lambda asked: replace(asked, context=Platform())
-
-    @tracking_init(tracker=tracker, id="i")
-    def train():
-        tracker.handle.unsent = lambda: ["unsent"]
-        end_open_runs(60)
-        return list(Platform.noted)
-
-    with override(world):
-        assert train() == ["unsent"]
 
 
 def test_values_become_numbers_or_warn_once(caplog):

@@ -294,20 +294,26 @@ def test_an_events_file_takes_the_place_of_a_planted_link(run, tmp_path):
     handle.finish(0)
 
 
-def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
-    """In the same block if the damaged record's length is whole, and in the next block in any case."""
-    path = tmp_path / "run-x.wandb"
-    payloads = [b"%05d" % number * 100 for number in range(200)]
+def blocks_of(payloads: list[bytes]) -> bytearray:
+    """A file of these records, as W&B's client writes it: a record that its block has no room for is split."""
     data = bytearray(datastore._HEADER)
     for payload in payloads:
-        left = datastore._BLOCK - len(data) % datastore._BLOCK
-        if left < datastore._FRAGMENT.size + len(payload):
-            data += bytes(left)  # W&B's client would split it: for a reader this is a damaged place too
-        checksum = zlib.crc32(bytes([datastore._FULL]) + payload)
-        data += datastore._FRAGMENT.pack(checksum, len(payload), datastore._FULL) + payload
+        rest, is_first = payload, True
+        while rest:
+            room = datastore._BLOCK - len(data) % datastore._BLOCK - datastore._FRAGMENT.size
+            part, rest = rest[:room], rest[room:]
+            kind = {(True, False): 1, (True, True): 2, (False, True): 3, (False, False): 4}[is_first, bool(rest)]
+            data += datastore._FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
+            is_first = False
+    return data
+
+
+def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
+    """In the same block if the damaged record's length is whole, and in the next block in any case."""
+    path, payloads = tmp_path / "run-x.wandb", [b"%05d" % number * 100 for number in range(200)]
+    data = blocks_of(payloads)
     path.write_bytes(data)
     assert list(datastore.records(path)) == payloads
-    caplog.clear()
     data[datastore._HEADER + 30] ^= 1
     path.write_bytes(data)
     assert list(datastore.records(path)) == payloads[1:]
@@ -321,16 +327,7 @@ def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
 def test_a_file_is_read_on_while_it_is_written(tmp_path):
     """What is not written completely yet is read later, also a record of several blocks."""
     path, payloads = tmp_path / "run-x.wandb", [b"a" * 50, b"b" * 70_000, b"c" * 50]
-    data = bytearray(datastore._HEADER)
-    for payload in payloads:
-        rest, is_first = payload, True
-        while rest:
-            room = datastore._BLOCK - len(data) % datastore._BLOCK - datastore._FRAGMENT.size
-            part, rest = rest[:room], rest[room:]
-            kind = {(True, False): 1, (True, True): 2, (False, True): 3, (False, False): 4}[is_first, bool(rest)]
-            data += datastore._FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
-            is_first = False
-    found, position = [], 0
+    data, found, position = blocks_of(payloads), [], 0
     for end in [*range(0, len(data), 10_007), len(data)]:
         path.write_bytes(data[:end])
         new = list(datastore.records_from(path, position, is_written=True))

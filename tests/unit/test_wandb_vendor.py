@@ -60,12 +60,6 @@ def test_a_run_has_every_part(run, no_warning):
     assert (vendor.global_run(), wandb.log, wandb.summary) == (run, log, run.summary)
 
 
-def test_a_run_that_a_fork_has_inherited_is_not_the_childs(run, monkeypatch):
-    monkeypatch.setattr(vendor, "_inherited", vendor._Inherited())
-    vendor._inherited.after_fork_in_child()
-    assert vendor.global_run() is None
-
-
 def test_rows_and_records_have_every_part(run, no_warning):
     kept = []
 
@@ -268,49 +262,13 @@ def test_a_wandb_without_a_part_loses_a_feature_or_raises_with_the_tested_versio
     assert "lacks what is needed here" in record.getMessage()
 
 
-@pytest.fixture
-def without_setting(monkeypatch):
-    """A wandb whose settings lack a name: pydantic refuses it, and our lookup does not find it."""
-
-    def remove(name):
-        has = vendor.has_setting
-        monkeypatch.setattr(vendor, "has_setting", lambda each: each != name and has(each))
-        monkeypatch.setattr(vendor.PARTS._warn_once, "_logged", set())
-
-    return remove
-
-
-def test_a_setting_that_this_wandb_does_not_know_is_not_set(without_setting, caplog):
+def test_a_setting_that_this_wandb_does_not_know_is_not_set(caplog):
     assert not vendor.has_setting("x_gone")
     settings = vendor.new_settings(init_timeout=3, x_gone=1)
     vendor.set_default(settings, settings, "x_gone", 1)
     assert settings.init_timeout == 3
     assert not hasattr(settings, "x_gone")
     assert caplog.records == []
-
-
-def test_a_lost_ability_is_told_to_those_that_use_it(without_setting, caplog):
-    without_setting("stop_fn")
-    vendor.on_stop_request(SimpleNamespace(), print, has_others=False)
-    assert caplog.records == []
-    vendor.on_stop_request(SimpleNamespace(), print, has_others=True)
-    (record,) = caplog.records
-    assert record.getMessage().endswith(f'pip install "{vendor.PARTS.tested}"')
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ModuleNotFoundError("No module named 'pkg_resources'", name="pkg_resources"), "cannot be imported"),
-        (ImportError("cannot import name 'x' from 'wandb.y'", name="wandb.y"), "does not support this"),
-    ],
-)
-def test_a_client_that_cannot_be_imported_is_refused_with_the_true_cause(error, text):
-    with (
-        pytest.raises(TrackerNotInstalledError, match=rf"W&B: wandb \S+ {text}.*{error.msg}"),
-        vendor._required("this"),
-    ):
-        raise error
 
 
 def private_names(path: Path) -> set[str]:
