@@ -8,7 +8,6 @@ from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
-from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures
@@ -48,7 +47,7 @@ def cut_off() -> BaseException:
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A job of this test's ranks, which are this process, with a store; and a directory of its machine."""
-    store = SharedStore()
+    store = pytest.importorskip("torch.distributed").HashStore()
     monkeypatch.setattr(failures, "job_board", lambda info, env, topic: Board(store, topic))
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)

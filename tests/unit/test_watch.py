@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.stores import SharedStore
 from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
@@ -47,7 +46,8 @@ class Noted(Duty):
 @pytest.fixture
 def own(monkeypatch):
     """A watch, whose job has a store."""
-    monkeypatch.setattr(watch, "job_board", lambda *_: Board(SharedStore(), "ranks"))
+    store = pytest.importorskip("torch.distributed").HashStore()
+    monkeypatch.setattr(watch, "job_board", lambda *_: Board(store, "ranks"))
     return Watch()
 
 
