@@ -285,33 +285,6 @@ def test_a_function_that_returns_a_body_instead_of_running_it_is_refused(recorde
     assert [run.exit_codes for run in recorder] == [(1,)]
 
 
-def test_a_generator_that_has_started_is_a_value_like_any_other(recorder):
-    @tracking_init
-    def train() -> Any:
-        numbers = (number for number in range(3))
-        next(numbers)
-        return numbers
-
-    assert list(train()) == [1, 2]
-    assert [run.exit_codes for run in recorder] == [(0,)]
-
-
-def test_generators_that_end_in_the_order_of_their_starts_leave_no_run_behind(recorder):
-    """A generator shares the context of who uses it, who is in the block too while the generator waits in it."""
-
-    def rows() -> Iterator[Any]:
-        with tracking_run():
-            yield get_run()
-
-    first, second = rows(), rows()
-    runs = [next(first), next(second), get_run()]
-    assert len(set(map(id, runs))) == 1
-    for generator in (first, second):
-        assert list(generator) == []
-    assert get_run() is None
-    assert [run.exit_codes for run in recorder] == [(0,)]
-
-
 class MuteError(Exception):
     """Its text cannot be had."""
 

@@ -457,16 +457,6 @@ def test_a_rank_prints_its_problems_with_its_number_before_each_line(ask, monkey
     assert (status, document["ok"], document["detected"]["job"]["rank"], document["plans"]) == (1, False, 1, [])
 
 
-def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
-    def broken(*_: Any) -> None:
-        raise OSError("libcudnn.so.9: cannot open shared object file")
-
-    monkeypatch.setattr("flyteplugins_tracking._job.board.connected_store", broken)
-    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
-    assert status == 1
-    assert "torch cannot be imported: libcudnn.so.9" in diagnostics(out, "error")
-
-
 def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,12 +79,6 @@ def test_an_own_directory_that_others_can_enter_or_a_link_in_it_is_not_used(shar
         assert private_directory() == shared_tmp / f"{NAME}-1"
     (private_directory() / "sockets").symlink_to(tmp_path)
     assert private_directory("sockets") == shared_tmp / f"{NAME}-2" / "sockets"
-
-
-def test_threads_get_the_same_directory(shared_tmp):
-    with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: private_directory("a", "b"), range(64)))
-    assert found == {shared_tmp / NAME / "a" / "b"}
 
 
 def test_what_is_no_file_or_too_long_is_not_read_and_not_waited_for(tmp_path):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import os
 import pickle
-import threading
 
 import pytest
 from hypothesis import given
@@ -97,34 +95,6 @@ def test_each_kind_of_value_in_a_config_reaches_other_processes(monkeypatch):
     monkeypatch.setenv(CONFIG, text)
     expected = {case.key: case.plain for case in VALUES if case.is_there}
     assert stored(read(CONFIG, None)["config"]) == expected
-
-
-def test_a_block_of_another_thread_does_not_reach_a_task_and_is_the_variable_of_threads_without_a_context(
-    bare_environment, monkeypatch
-):
-    monkeypatch.setenv(CONFIG, json.dumps({"group": "outside"}))
-    opened, closed = threading.Barrier(2), threading.Barrier(2)
-
-    def block():
-        with tracking_config(project="theirs"):
-            opened.wait(30)
-            closed.wait(30)
-
-    thread = threading.Thread(target=contextvars.Context().run, args=(block,))
-    thread.start()
-    opened.wait(30)
-    found = read(CONFIG, {}), read(CONFIG, {CONFIG: '{"project": "ours"}'}), read(CONFIG, None)
-    with tracking_config(name="own"):
-        in_block = read(CONFIG, {})
-    closed.wait(30)
-    thread.join()
-    assert found == (
-        {"group": "outside"},
-        {"group": "outside", "project": "ours"},
-        {"group": "outside", "project": "theirs"},
-    )
-    assert in_block == {"group": "outside", "project": "theirs", "name": "own"}
-    assert read(CONFIG, None) == {"group": "outside"}
 
 
 def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_environment):

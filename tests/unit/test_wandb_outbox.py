@@ -1,4 +1,4 @@
-"""What an earlier attempt has left is in the run before any row of this one, with the real wandb-core."""
+"""The journals and files of W&B runs, with the real wandb-core: what is read of them, and what a file of another is."""
 
 from __future__ import annotations
 
