@@ -36,13 +36,6 @@ def test_a_text_that_is_counted_and_not_yet_stored_is_read_when_it_is(store):
     assert board.texts() == {0: "late", 1: "next"}
 
 
-def test_a_rank_without_a_string_leaves_the_places_of_the_others(store):
-    board = Board(store, "topic")
-    for rank in (0, 1, 3):
-        board.put(str(rank), f"of {rank}")
-    assert board.get_all(map(str, range(5))) == ["of 0", "of 1", None, "of 3", None]
-
-
 def test_a_store_that_does_not_answer_is_an_error_and_not_as_if_there_was_none():
     info = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
     with socket.socket() as silent:

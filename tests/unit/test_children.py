@@ -48,6 +48,7 @@ LINEAGES = [
     ({}, f"{SET_RANK_1} fork", RANK, 1),
     # A worker of Elastic or of `mp.spawn`, and what it starts.
     ({}, f"fork {SET_RANK_1}", RANK, 1),
+    ({}, f"fork fork {SET_RANK_1}", RANK, 1),
     ({}, f"fork {SET_RANK_1} fork", CHILD, 1),
     ({}, f"spawn {SET_RANK_1} call exec", CHILD, 1),
 ]

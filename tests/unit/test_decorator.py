@@ -71,17 +71,6 @@ def batches():
     yield 1
 
 
-class AsyncCallable:
-    async def __call__(self) -> str:
-        await asyncio.sleep(0)
-        return get_run().id
-
-
-def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
-    run_id = asyncio.run(tracking_init(AsyncCallable())())
-    assert [(run.id, run.exit_codes) for run in recorder] == [(run_id, (0,))]
-
-
 async def rows() -> AsyncIterator[int]:
     yield 1
 

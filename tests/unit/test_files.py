@@ -40,22 +40,6 @@ def test_names_that_another_user_has_made_first_are_left_alone_with_a_warning_ea
 
 
 @needs_root
-def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkeypatch, tmp_path):
-    monkeypatch.setattr(files, "_NAMES", 2)
-    as_nobody(lambda: [planted_directory(shared_tmp / name) for name in (NAME, f"{NAME}-1")])
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(files, "_candidates", _without_tmp(files._candidates, shared_tmp))
-    assert files.is_private(private_directory("sockets"))  # a directory of this process
-    (tmp_path / ".cache").mkdir()
-    assert private_directory("sockets") == tmp_path / ".cache" / "flyteplugins_tracking" / "sockets"
-
-
-def _without_tmp(candidates, shared_tmp):
-    """Leave out /tmp itself, which another user could have filled too."""
-    return lambda *given: [path for path in candidates(*given) if path.parent != Path("/tmp")]
-
-
-@needs_root
 def test_a_runtime_directory_of_another_user_is_not_used(shared_tmp, monkeypatch):
     as_nobody(lambda: (shared_tmp / "theirs").mkdir(0o700))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared_tmp / "theirs"))

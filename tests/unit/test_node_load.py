@@ -65,17 +65,6 @@ def test_a_rate_is_in_millions_of_bytes_a_second_without_loopback_and_left_out_w
     assert meter.measure()["net/recv_mb_s"] == 2.0
 
 
-def test_what_psutil_cannot_read_costs_its_values_with_one_warning(meter, monkeypatch, caplog):
-    def refused() -> None:
-        raise PermissionError(13, "Permission denied", "/proc/diskstats")
-
-    monkeypatch.setattr(psutil, "disk_io_counters", refused)
-    assert {"cpu", "memory"} <= meter.measure().keys() == meter.measure().keys()
-    assert [record.getMessage() for record in caplog.records] == [
-        "the run does not show the disks of this node: PermissionError: [Errno 13] Permission denied: '/proc/diskstats'"
-    ]
-
-
 def test_without_psutil_the_pulse_goes_on_without_the_node_and_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "psutil", None)
     rows: list[Any] = []
@@ -112,10 +101,9 @@ class Nvml:
     class NVMLError_LibraryNotFound(Exception):  # noqa: N801, N818 NVML's own name
         pass
 
-    def __init__(self, broken: str = "", error: type[Exception] = RuntimeError, gpus: int = 2) -> None:
-        self.broken, self.error, self.gpus = broken, error, gpus
+    def __init__(self, broken: str = "", error: type[Exception] = RuntimeError) -> None:
+        self.broken, self.error = broken, error
         self.calls: list[str] = []
-        self.lost: set[int] = set()  # the GPUs without a handle
         self.hangs: dict[str, threading.Event] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -130,12 +118,10 @@ class Nvml:
         if name in self.hangs:
             self.hangs[name].wait()
         number = arguments[0] if arguments else 0
-        if name == "nvmlDeviceGetHandleByIndex" and number in self.lost:
-            raise RuntimeError("GPU is lost")
         return {
             "nvmlInit": None,
             "nvmlShutdown": None,
-            "nvmlDeviceGetCount": self.gpus,
+            "nvmlDeviceGetCount": 2,
             "nvmlDeviceGetHandleByIndex": number,
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90 + number, memory=1),
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=20 * GIB, total=80 * GIB),
@@ -187,15 +173,6 @@ def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(meter, nvml, 
     assert fake.calls.count(name) == 1
     assert caplog.messages == told
     meter.close()
-
-
-def test_a_gpu_that_is_lost_costs_its_own_values_and_each_kind_of_them_is_told_once(meter, nvml, caplog):
-    nvml().lost = {1}
-    assert gpus(meter) == of_gpu(0) == gpus(meter)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"the run does not show the gpus' {name} of this node: RuntimeError: GPU is lost"
-        for name in ("util", "memory", "power_w", "temp_c")
-    ]
 
 
 def test_a_call_of_nvml_that_hangs_costs_the_gpus_alone_and_none_is_made_again(meter, nvml, caplog, monkeypatch):

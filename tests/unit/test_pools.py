@@ -81,7 +81,7 @@ def test_a_pool_is_known_by_its_command_line(monkeypatch):
         "dask": ("python /venv/bin/dask worker tcp://a:1", "python -m distributed.cli.dask_worker tcp://a:1"),
         "spark": ("python -m pyspark.daemon",),
         "mpi4py.futures": ("python -m mpi4py.futures train.py",),
-        None: ("python train.py dask worker", "python train_with_ray.py", "python dask_training.py", ""),
+        None: ("python train.py dask worker", "python train_with_ray.py", "dask scheduler", ""),
     }
     for name, command in ((name, command) for name, commands in known.items() for command in commands):
         monkeypatch.setattr(pools.proc, "command_line", lambda _, command=command: command.split(" "))

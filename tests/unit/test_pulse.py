@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import FrameType
 
 import pytest
@@ -11,7 +12,7 @@ from support.waiting import wait_until
 from flyteplugins_tracking import get_run, heartbeat, tracking_init
 from flyteplugins_tracking._job import progress, pulse
 from flyteplugins_tracking._job.board import Board, OwnStore, to_text
-from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, is_waiting, metrics
+from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, WaitMeter, is_waiting, metrics
 from flyteplugins_tracking.testing import RecordingTracker
 
 MIB = 2**20
@@ -114,18 +115,18 @@ def test_heartbeats_are_steps_until_an_optimizer_makes_some(counting):
     assert progress.steps() == ("optimizer", 2)
 
 
-def test_no_hook_is_added_beside_those_of_the_user(counting):
-    pytest.importorskip("torch")
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    handle = register_optimizer_step_post_hook(lambda *_: None)
-    try:
-        assert progress.count_optimizer_steps() is None
-    finally:
-        handle.remove()
-
-
 # How a rank measures its waiting
+
+
+def test_the_share_is_that_of_the_looks_that_found_it_outside_of_collectives(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    meter = WaitMeter()
+    assert meter.own_share() is None
+    for number in range(1, 11):
+        meter.look(float(number), 1.0, is_waiting=number > 2)
+    assert meter.own_share() == pytest.approx(0.2)
+    meter.look(20.0, 1.0, is_waiting=True)  # late because of the GIL: in the collective that has set it free
+    assert meter.own_share() == pytest.approx(0.9)
 
 
 def test_code_that_waits_is_known_by_its_file():

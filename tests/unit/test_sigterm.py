@@ -447,30 +447,6 @@ def test_other_signals_reach_the_loop_meanwhile():
     asyncio.run(main())
 
 
-def test_without_a_thread_to_be_had_the_function_is_called_without_a_run(monkeypatch, caplog):
-    """As in a container whose limit of processes is reached: listening for SIGTERM takes a thread."""
-    tracker, called = EndsRecorder(), []
-
-    @tracking_init(tracker=tracker, project=PROJECT, id="no-thread")
-    def train() -> str:
-        called.append(get_run())
-        return "result"
-
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    before, own = state(), threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert train() == "result"
-    monkeypatch.setattr(threading.Thread, "start", own)
-    assert called == [None]
-    assert tracker.runs == []
-    assert "ends: the function is called without a run: can't start new thread" in caplog.text
-    assert state() == before
-    assert train() == "result"
-    assert called[1] is tracker.runs[0]
-
-
 def test_a_process_with_thousands_of_open_files_is_listened_in():
     """`select` does not take a file of a number above 1023."""
     tracker, limits = EndsRecorder(), resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -139,6 +139,12 @@ def test_the_primary_has_the_run_ends_it_and_gives_its_config(primary_rank, prim
     assert [run.id for run in (*auto.runs, *job.runs)] == ["simulated"] * 2
 
 
+def test_a_callable_is_asked_once_on_each_rank():
+    asked: list[int] = []
+    simulate(tracked(primary_rank=lambda info: asked.append(info.rank) or -1), 1, 3)
+    assert sorted(asked) == [0, 1, 2]
+
+
 def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
     for name, value in OUTER.items():
         monkeypatch.setenv(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.threads import run_with_timeout
 
 THREADS = 300
+variable: ContextVar[str] = ContextVar("variable", default="none")
 SHOWN = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone tells of a process's threads")
 
 
@@ -43,6 +45,16 @@ def test_a_thread_that_does_not_end_is_waited_for_as_long_as_asked_and_goes_on()
     may_end.set()
     assert threads.join(thread)
     wait_until(lambda: ends)
+
+
+def test_the_function_has_the_callers_context():
+    found: list[str] = []
+    token = variable.set("callers")
+    try:
+        assert run_with_timeout(30, lambda: found.append(variable.get()))
+    finally:
+        variable.reset(token)
+    assert found == ["callers"]
 
 
 @SHOWN

@@ -73,10 +73,6 @@ RANKS = {
         {**without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"), "NODE_RANK": "1", "JOBSET_RESTART_ATTEMPT": "1"},
         DistributedInfo(5, 8, 1, 4, 1, None, 3, "torchelastic", "job"),
     ),
-    "torchrun without LOCAL_WORLD_SIZE": (
-        without(TORCHRUN, "LOCAL_WORLD_SIZE"),
-        DistributedInfo(5, 8, 1, None, 1, 2, 2, "torchelastic", "job"),
-    ),
     "Ray Train, Composer": (
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
         DistributedInfo(3, 4, 1, 2, 1, None, launcher="env"),
@@ -339,19 +335,6 @@ def test_rank_and_world_size_that_a_destroyed_group_has_left_are_refused(monkeyp
 def test_the_variables_take_precedence_over_a_process_group(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
     assert detect(TORCHRUN) == DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")
-
-
-def test_a_group_of_the_same_size_knows_better_than_a_scripts_variables(monkeypatch):
-    """Accelerate on a CPU sets RANK=0 in each process that `debug_launcher` has started: also in rank 0."""
-    cpu = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert detect(cpu).launcher == "env"
-    for rank in range(2):
-        monkeypatch.setitem(sys.modules, "torch.distributed", Group(rank, 2))
-        debug = {**cpu, "ACCELERATE_DEBUG_RDV_FILE": "x"}
-        assert detect(debug) == DistributedInfo(rank, 2, launcher="process_group")
-    assert detect(cpu) == DistributedInfo(1, 2, launcher="env")
-    monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
-    assert detect({**cpu, "RANK": "1"}).rank == 1
 
 
 def test_an_override_takes_precedence():

@@ -71,16 +71,3 @@ def test_no_room_is_heavier_than_its_entry_says(room):
 def test_whoever_raises_an_entry_says_for_whom():
     raised = [entry for entries in ledger().values() for entry in entries[1:]]
     assert all(len(for_whom.split()) >= 5 for _, for_whom in raised), raised
-
-
-def test_only_code_counts():
-    source = """'Docs.'
-
-# A comment.
-def f():
-    'More docs.'
-    return (
-        1
-    )  # here
-"""
-    assert lines_of_code(source) == 4
