@@ -1,7 +1,7 @@
 """A chain of processes: each argument is a step, and the last process prints as JSON what it takes itself for.
 
-Steps: "fork", "os.fork", "spawn", "forkserver" and "exec" (by `subprocess`) go on in a child; "RANK=1,WORLD_SIZE=2"
-sets variables; "call" calls a decorated function, as a rank that has no run.
+Steps: "fork", "spawn" and "exec" (by `subprocess`) go on in a child; "RANK=1,WORLD_SIZE=2" sets variables; "call"
+calls a decorated function, as a rank that has no run.
 """
 
 import json
@@ -35,13 +35,6 @@ def go_on(steps: list[str]) -> None:
     elif step == "exec":
         sys.stdout.flush()
         subprocess.run([sys.executable, __file__, *rest], check=True)
-    elif step == "os.fork":
-        pid = os.fork()
-        if pid == 0:
-            go_on(rest)
-            sys.stdout.flush()
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
     else:
         child = multiprocessing.get_context(step).Process(target=go_on, args=(rest,))
         child.start()

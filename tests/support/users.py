@@ -12,20 +12,15 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def become_nobody() -> None:
-    """Give this process, a forked child, the rights of the user nobody."""
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-
-
 def as_nobody(function: Callable[[], object]) -> None:
     """Call `function` as the user nobody, and wait for it. It must not import anything."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            become_nobody()
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
             function()
             status = 0
         except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import sys
@@ -10,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.stores import SharedStore
 from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
@@ -91,8 +89,8 @@ def look(*ranks: Agreement, times: int = 1) -> None:
             rank.look()
 
 
-def test_a_store_that_goes_away_holds_nobody_up():
-    class Gone(SharedStore):
+def test_a_store_that_goes_away_holds_nobody_up(monkeypatch):
+    class Gone(pytest.importorskip("torch.distributed").HashStore):  # type: ignore[misc]
         is_gone = False
 
         def add(self, key: str, amount: int) -> int:
@@ -100,6 +98,7 @@ def test_a_store_that_goes_away_holds_nobody_up():
                 raise RuntimeError("connection reset by peer")
             return super().add(key, amount)
 
+    monkeypatch.setattr(module, "ROUND_S", 0.3)
     store = Gone()
     one, other = begun(store, 2)
     one.request(StopRequest("a reason"))
@@ -147,21 +146,6 @@ def test_a_rank_that_waits_for_the_decision_goes_on_to_the_step_of_the_others(st
     assert behind.stopped_at == ahead.stopped_at == 6
 
 
-def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, subtests):
-    texts = ("", "{", "[" * 100_000, '{"nothing": 7}', '{"rank": "a", "members": []}', "null")
-    for number, (key, text) in enumerate(itertools.product(("round/1", "decision/1"), texts)):
-        with subtests.test(f"{key} {text[:20]}"):
-            first, second = begun(sys.modules["torch.distributed"].PrefixStore(str(number), store), 2)
-            first.board.put(key, text)
-            look(first, second, times=3)
-            assert not first.counter.next()
-            assert not second.counter.next()
-            first.request(StopRequest("dropped", otherwise=lambda _, first=first: first.request(StopRequest("more"))))
-            look(first, second, times=6)
-            assert first.committed == second.committed is not None
-            assert first.committed.step == 2
-
-
 def test_a_rank_that_moves_to_another_board_agrees_there(store):
     first, second = begun(store, 2)
     other = Board(sys.modules["torch.distributed"].PrefixStore("other", store), "monitor")
@@ -196,22 +180,3 @@ def test_ranks_that_have_no_store_stop_alone(local):
     rank.look()
     assert rank.counter.next()
     assert (rank.stopped_at, rank.committed.reason) == (2, "a reason")
-
-
-@pytest.mark.parametrize("number", [128, pytest.param(1024, marks=pytest.mark.full)])
-def test_many_ranks_agree_in_one_round(store, number):
-    ranks, rng = begun(store, number), random.Random(7)
-    for rank in ranks:
-        rank.counter.count = rng.randrange(1000)  # they do not meet
-    ranks[77].request(StopRequest("a reason"))
-    stopped: dict[Agreement, int] = {}
-    while len(stopped) < number:
-        for rank in rng.sample(ranks, number):
-            rank.look()
-            while rank not in stopped and (rank.committed or rank.counter.limit == math.inf):  # it need not wait
-                if rank.counter.next():
-                    stopped[rank] = rank.counter.count
-                elif rank.committed is None:
-                    break
-        assert all(rank._number <= 2 for rank in ranks), "more than one round"
-    assert len(set(stopped.values())) == 1

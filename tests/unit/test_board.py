@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-import time
 from datetime import timedelta
-from random import Random
 
 import pytest
 from support.waiting import wait_until
@@ -39,13 +36,6 @@ def test_a_text_that_is_counted_and_not_yet_stored_is_read_when_it_is(store):
     assert board.texts() == {0: "late", 1: "next"}
 
 
-def test_a_rank_without_a_string_leaves_the_places_of_the_others(store):
-    board = Board(store, "topic")
-    for rank in (0, 1, 3):
-        board.put(str(rank), f"of {rank}")
-    assert board.get_all(map(str, range(5))) == ["of 0", "of 1", None, "of 3", None]
-
-
 def test_a_store_that_does_not_answer_is_an_error_and_not_as_if_there_was_none():
     info = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
     with socket.socket() as silent:
@@ -54,33 +44,6 @@ def test_a_store_that_does_not_answer_is_an_error_and_not_as_if_there_was_none()
         env = {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         with pytest.raises(RuntimeError, match="the job's store does not answer"):
             job_board(info, env, "topic", timedelta(seconds=0.1))
-
-
-@pytest.fixture
-def agents():
-    """Makes the store of torchelastic's agents, and the variables of its ranks."""
-    torch = pytest.importorskip("torch.distributed")
-    running: list[object] = []
-
-    def start(port: int = 0) -> dict[str, str]:
-        if port:  # those that are there end
-            running.clear()
-        running.append(server := torch.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-        return {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-    return start
-
-
-ELASTIC = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
-
-
-def test_a_process_has_one_connection_to_its_jobs_store(agents):
-    env = agents()
-    boards = [job_board(ELASTIC, env, topic) for topic in ("report", "writers")]
-    assert boards[0].store is boards[1].store
-    boards[0].put("key", "text")
-    assert boards[0].get("key") == "text"
 
 
 NESTED = "[" * 100_000
@@ -145,39 +108,3 @@ def test_a_text_with_fields_of_other_types_ends_nothing_and_is_told_once(store, 
     wait_until(lambda: any(row.get("ranks/step_time/max") == 3.0 for row in rows))
     watch.remove(pulse)
     assert len(caplog.records) == 2
-
-
-@pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(step_s=0.5, own_share=1.0, memory=7)])
-def test_random_changes_of_a_text_raise_nothing(whole):
-    text, random = to_text(whole), Random(1)
-    for _ in range(200):
-        changed = bytearray(text.encode())
-        for _ in range(random.randint(1, 5)):
-            changed[random.randrange(len(changed))] = random.choice([*b'0123456789eE+-"[]{}', random.randrange(256)])
-        found = from_text(type(whole), changed.decode(errors="replace"))
-        if isinstance(found, Pulse):
-            assert all(math.isfinite(value) for value in pulse_module.metrics({0: found}).values())
-
-
-def test_notices_that_a_peer_has_made_up_cost_no_more_than_a_thousand_do(store, monkeypatch):
-    monkeypatch.setattr(failures_module, "job_board", lambda *_: Board(store, "failures"))
-    monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
-    reader, board = FailureReader(MPI, is_alone=False, is_own_run=False), Board(store, "failures/causes")
-    assert reader.verdict(None, None) == (None, False)
-    for rank in range(1100):
-        board.append(to_text(Failure(rank, "E", "", 1)))
-    assert reader.verdict(None, time.monotonic() - 60) == (None, False)  # it reads them: they are later than SIGTERM
-    for rank in range(1100, 1200):
-        board.append(to_text(Failure(rank, "E", "", 1)))
-    verdict, _ = reader.verdict(None, None)
-    assert verdict is not None
-    assert verdict.others == 1099
-
-
-def test_a_counter_that_somebody_has_raised_costs_a_few_requests(store):
-    board = Board(store, "topic")
-    board.append("one")
-    board.count("texts", 1_000_000_000)
-    started = time.process_time()
-    assert board.texts() == {0: "one"}
-    assert time.process_time() - started < 5

@@ -32,40 +32,24 @@ def last_of(steps: str, directory: Path, **variables: str) -> dict[str, int | No
     return found
 
 
-FULL = pytest.mark.full
 # The variables of a launcher, the steps of a program, and who the last of its processes is, of which rank.
 LINEAGES = [
-    (RANK_1, "", RANK, 1),
-    (RANK_1, "call", RANK, 1),
     (RANK_1, "fork", CHILD, 1),
-    pytest.param(RANK_1, "os.fork", CHILD, 1, marks=FULL),
-    (RANK_1, "spawn", CHILD, 1),
-    pytest.param(RANK_1, "forkserver", CHILD, 1, marks=FULL),
-    pytest.param(RANK_1, "fork fork", CHILD, 1, marks=FULL),
     (RANK_1, "spawn fork", CHILD, 1),
-    pytest.param(RANK_1, "call exec", CHILD, 1, marks=FULL),
     (RANK_1, "call fork exec", CHILD, 1),
     # A wrapper: it has called nothing.
     (RANK_1, "exec", RANK, 1),
-    pytest.param(RANK_1, "exec exec", RANK, 1, marks=FULL),
-    pytest.param(RANK_1, "exec fork", CHILD, 1, marks=FULL),
     # They set their own variables inside, as Elastic's workers do.
     (RANK_1, f"fork {SET_RANK_2}", RANK, 2),
-    pytest.param(RANK_1, f"spawn {SET_RANK_2}", RANK, 2, marks=FULL),
     (RANK_1, f"call exec {SET_RANK_2}", RANK, 2),
     # A launcher in a rank.
     (RANK_1, f"call {SET_RANK_2} exec", RANK, 2),
     # A script that starts ranks by hand, and sets the variables of each before.
     ({}, f"{SET_RANK_1} fork", RANK, 1),
-    pytest.param({}, f"{SET_RANK_1} spawn", RANK, 1, marks=FULL),
-    ({}, f"{SET_RANK_1} exec", RANK, 1),
     # A worker of Elastic or of `mp.spawn`, and what it starts.
     ({}, f"fork {SET_RANK_1}", RANK, 1),
-    pytest.param({}, f"spawn {SET_RANK_1}", RANK, 1, marks=FULL),
+    ({}, f"fork fork {SET_RANK_1}", RANK, 1),
     ({}, f"fork {SET_RANK_1} fork", CHILD, 1),
-    pytest.param({}, f"fork {SET_RANK_1} spawn", CHILD, 1, marks=FULL),
-    pytest.param({}, f"spawn {SET_RANK_1} fork", CHILD, 1, marks=FULL),
-    ({}, f"spawn {SET_RANK_1} spawn", CHILD, 1),
     ({}, f"spawn {SET_RANK_1} call exec", CHILD, 1),
 ]
 

@@ -9,9 +9,6 @@ import logging
 import os
 import secrets
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,10 +166,6 @@ def test_the_plan_is_for_the_primary_and_the_id_that_are_asked_for_and_for_worke
     assert [writers for *_, writers in rows[:2]] == ["rank 7", "local rank 3"]
     _, out, _ = ask("--json", "--offline", "--primary-rank=4", **world(8, 4, 2))
     assert [row["error"] is None for row in json.loads(out)["plans"][:2]] == [True, False]
-    begin = time.process_time()
-    rows = plans_of(ask("--json", "--offline", **world(8192, 8, 1024))[1])
-    assert time.process_time() - begin < TIME_SCALE  # of CPU
-    assert (rows[1][0], rows[5][1]) == (1024, "{base}-worker-{0..1023}-rank-{0..7}")
     variables = {**world(11, 3, 3), "WANDB_RUN_ID": "b-7"}  # the other two workers share 8 ranks
     _, out, _ = ask("--json", "--offline", **variables)
     assert plans_of(out)[1] == (3, "b-7-worker-{0..2}", "b-7", "local rank 0")
@@ -253,17 +246,6 @@ def test_a_tracker_that_is_set_up_and_not_installed_is_reported(ask):
     assert (status, diagnostics(out, "error")) == (1, f"Pluto is not installed -> {fix}")
 
 
-def test_a_missing_directory_for_work_is_reported(ask, monkeypatch, tmp_path):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_DIR=str(tmp_path))
-    assert "the working directory has been removed -> cd to another" in diagnostics(out, "warning")
-    monkeypatch.delenv("WANDB_DIR")
-    assert "W&B cannot keep its files in ./wandb" in diagnostics(ask("--json", "--offline")[1], "warning")
-
-
 def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
     monkeypatch.setattr(doctor, "_ANSWER_S", 5 * TIME_SCALE)
     with WandbServer() as server:
@@ -288,32 +270,6 @@ def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
         server.fault = Fault.refuse()
         assert "Connection refused" in diagnostics(ask("--json")[1], "error")
     assert server.runs == []
-
-
-def test_an_mlflow_server_is_recognized_by_its_version(ask, monkeypatch):
-    answer: tuple[int, str] = (0, "")
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == "/version"
-            self.send_response(answer[0])
-            self.end_headers()
-            self.wfile.write(answer[1].encode())
-
-    def errors(status: int, text: str) -> str:
-        nonlocal answer
-        answer = status, text
-        return diagnostics(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI=address)[1], "error")
-
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        assert errors(200, "3.17.0") == ""
-        assert "not as an MLflow server does" in errors(200, "<html>log in</html>")
-        assert "MLFLOW_TRACKING_TOKEN" in errors(401, "")
-        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
-        assert errors(401, "") == ""
-        server.shutdown()
 
 
 def store_keys(home: Path, key: str) -> None:
@@ -395,17 +351,6 @@ def test_the_source_of_a_key_is_shown(ask, tmp_path):
         "mlflow": f"{tmp_path}/.mlflow/credentials (40 characters)",
         "trackio": "TRACKIO_SERVER_URL (5 characters)",
     }
-    # As for wandb itself: a key of .netrc counts first, and the server is the client's default.
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    settings, asked = tmp_path / ".config" / "wandb" / "settings", ("--json", "--offline", "--tracker=wandb")
-    settings.write_text(f"[default]\nbase_url = http://{CLOSED}\napi_key = {KEY}0\n")
-    assert json.loads(ask(*asked)[1])["trackers"][0]["credentials"] == f"{tmp_path}/.netrc (40 characters)"
-    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
-    (state,) = json.loads(ask(*asked)[1])["trackers"]
-    assert state["credentials"] == "W&B's settings file (41 characters)"
-    settings.unlink()
-    (state,) = json.loads(ask(*asked)[1])["trackers"]
-    assert (state["place"], state["credentials"]) == (wandb.Settings().base_url, f"{tmp_path}/.netrc (40 characters)")
 
 
 def test_the_json_document_has_the_keys_that_are_documented(ask):
@@ -436,9 +381,6 @@ def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, m
     def broken() -> None:
         raise ImportError("no module named left")
 
-    def ends() -> None:
-        raise SystemExit(3)
-
     class Prints(Mine):
         name = "prints"
 
@@ -446,7 +388,7 @@ def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, m
             print("hello")
             sys.exit("enough")
 
-    loads = {"mine": lambda: Mine, "broken": broken, "ends": ends, "prints": lambda: Prints}
+    loads = {"mine": lambda: Mine, "broken": broken, "prints": lambda: Prints}
     registered = {name: SimpleNamespace(load=load) for name, load in loads.items()}
     monkeypatch.setattr(registry, "_registered", lambda: registered)
     status, out, _ = ask("--json", WANDB_API_KEY=KEY, WANDB_MODE="offline")
@@ -454,7 +396,6 @@ def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, m
     assert "Mine is closed -> open it" in diagnostics(out, "error")
     assert "the server at there cannot be used: division by zero" in diagnostics(out, "error")
     assert "tracker 'broken' cannot be examined" in diagnostics(out, "warning")
-    assert "tracker 'ends' cannot be examined" in diagnostics(out, "warning")
     assert "tracker 'prints' cannot be examined: enough" in diagnostics(out, "warning")
     status, out, err = ask("--json", "--tracker=prints")
     assert (status, err) == (1, "hello\n")
@@ -480,16 +421,7 @@ def test_the_doctor_and_the_first_run_refuse_a_client_that_is_too_old(ask, monke
 @pytest.mark.parametrize(
     ("installed", "faults"),
     [
-        ("0.24.0", [("rows may be missing", "0.24.1")]),
         ("0.26.0", [("forked processes may hang", "0.28.1"), ("with protobuf 6 before 6.32.1", "0.26.1")]),
-        (
-            "0.27.0",
-            [
-                ("forked processes may hang", "0.28.1"),
-                ("rows of one that was killed may be there twice", "0.28.0"),
-                ("waits without a limit for a service that does not answer", "0.28.0"),
-            ],
-        ),
         ("0.28.1", []),
     ],
 )
@@ -505,9 +437,9 @@ def test_the_doctor_and_the_first_run_warn_of_known_faults(ask, monkeypatch, tmp
     warnings = [record.getMessage() for record in caplog.records if record.name == "first run"]
     assert len(warnings) == shown.count("known fault") == len(faults)
     for warning, (text, fixed) in zip(warnings, faults, strict=True):
+        assert text in shown
         assert f"wandb {installed} has a known fault" in warning
         assert text in warning
-        assert text in shown
         assert f'pip install "wandb>={fixed}"' in warning
 
 
@@ -523,16 +455,6 @@ def test_a_rank_prints_its_problems_with_its_number_before_each_line(ask, monkey
     (line,) = out.splitlines()  # one document a rank
     document = json.loads(line)
     assert (status, document["ok"], document["detected"]["job"]["rank"], document["plans"]) == (1, False, 1, [])
-
-
-def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
-    def broken(*_: Any) -> None:
-        raise OSError("libcudnn.so.9: cannot open shared object file")
-
-    monkeypatch.setattr("flyteplugins_tracking._job.board.connected_store", broken)
-    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
-    assert status == 1
-    assert "torch cannot be imported: libcudnn.so.9" in diagnostics(out, "error")
 
 
 def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,22 +40,6 @@ def test_names_that_another_user_has_made_first_are_left_alone_with_a_warning_ea
 
 
 @needs_root
-def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkeypatch, tmp_path):
-    monkeypatch.setattr(files, "_NAMES", 2)
-    as_nobody(lambda: [planted_directory(shared_tmp / name) for name in (NAME, f"{NAME}-1")])
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(files, "_candidates", _without_tmp(files._candidates, shared_tmp))
-    assert files.is_private(private_directory("sockets"))  # a directory of this process
-    (tmp_path / ".cache").mkdir()
-    assert private_directory("sockets") == tmp_path / ".cache" / "flyteplugins_tracking" / "sockets"
-
-
-def _without_tmp(candidates, shared_tmp):
-    """Leave out /tmp itself, which another user could have filled too."""
-    return lambda *given: [path for path in candidates(*given) if path.parent != Path("/tmp")]
-
-
-@needs_root
 def test_a_runtime_directory_of_another_user_is_not_used(shared_tmp, monkeypatch):
     as_nobody(lambda: (shared_tmp / "theirs").mkdir(0o700))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared_tmp / "theirs"))
@@ -80,12 +63,6 @@ def test_an_own_directory_that_others_can_enter_or_a_link_in_it_is_not_used(shar
         assert private_directory() == shared_tmp / f"{NAME}-1"
     (private_directory() / "sockets").symlink_to(tmp_path)
     assert private_directory("sockets") == shared_tmp / f"{NAME}-2" / "sockets"
-
-
-def test_threads_get_the_same_directory(shared_tmp):
-    with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: private_directory("a", "b"), range(64)))
-    assert found == {shared_tmp / NAME / "a" / "b"}
 
 
 def test_what_is_no_file_or_too_long_is_not_read_and_not_waited_for(tmp_path):

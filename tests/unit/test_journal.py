@@ -222,11 +222,3 @@ def test_a_signal_handler_adds_records_at_any_moment(tmp_path):
     assert sorted(entry.number for entry in entries) == list(range(journal.added))
     assert {entry.data for entry in entries} == {b"row", b"handler's"}
     assert sum(entry.data == b"row" for entry in entries) == 20_000
-
-
-def test_a_line_without_an_end_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_LONGEST_LINE", 1000)
-    journal = Journal(tmp_path, "rank-0", {"id": "x"})
-    for record in (b"first", b"x" * 5000, b"last"):
-        journal.add(record)
-    assert pending(tmp_path) == [[b"first", b"last"]]

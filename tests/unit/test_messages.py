@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import traceback
 
 import pytest
 import wandb
 from support.away import Away, log
-from support.jobs import PACKAGE
 
-from flyteplugins_tracking import DistributedInfo, TopologyError, override_distributed_info, tracking_init
+from flyteplugins_tracking import DistributedInfo, override_distributed_info, tracking_init
 from flyteplugins_tracking.trackers import Handle, RunRequest, Tracker
 
 
@@ -44,33 +42,14 @@ def train_on(rank_number: int, **arguments: object) -> None:
         train()
 
 
-def test_an_error_at_the_call_shows_the_users_frames_and_few_of_ours(monkeypatch):
-    for name, value in {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-
-    @tracking_init(project="tests")
-    def train() -> None:
-        pass
-
-    with pytest.raises(TopologyError) as raised:
-        train()
-    assert str(raised.value).endswith("python -m flyteplugins_tracking")
-    frames = traceback.extract_tb(raised.value.__traceback__)
-    assert frames[0].name == "test_an_error_at_the_call_shows_the_users_frames_and_few_of_ours"
-    own = [frame.name for frame in frames if frame.filename.startswith(str(PACKAGE))]
-    assert own in (["tracked", "__enter__"], ["__call__", "tracked", "__enter__"])  # the latter with Flyte loaded
-
-
-@pytest.mark.parametrize(
-    ("run_mode", "ranks_that_print"), [("auto", [0]), ("shared", [0]), ("new", [0])], ids=["auto", "shared", "new"]
-)
-def test_the_first_primary_prints_how_to_look_at_the_run(capsys, run_mode, ranks_that_print):
+@pytest.mark.parametrize("run_mode", ["auto", "shared", "new"])
+def test_the_first_primary_prints_how_to_look_at_the_run(capsys, run_mode):
     printed = []
     for number in range(4):
         train_on(number, run_mode=run_mode)
         if "view viewed" in capsys.readouterr().err:
             printed.append(number)
-    assert printed == ranks_that_print
+    assert printed == [0]
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
@@ -92,19 +71,6 @@ def test_the_last_line_of_an_offline_run_shows_and_sends_it(bare_environment, tm
         assert shlex.split(view) == ["wandb", "leet", str(place / "wandb")]
         (directory,) = (place / "wandb").glob("offline-run-*-local")
         assert shlex.split(send)[-1] == str(directory)
-
-
-def test_a_client_without_a_viewer_is_not_told_to_use_it(monkeypatch, bare_environment, tmp_path, capfd):
-    monkeypatch.setattr("flyteplugins_tracking.trackers.wandb.run.client_version", lambda _: "0.27.2")
-    settings = wandb.Settings(mode="offline", silent=False)
-
-    @tracking_init(tracker="wandb", project="llm", id="older", dir=str(tmp_path), settings=settings)
-    def train() -> None:
-        pass
-
-    train()
-    (line,) = [one for one in capfd.readouterr().err.splitlines() if one.startswith("wandb: to look at run older: ")]
-    assert line.startswith("wandb: to look at run older: send it: flyteplugins-tracking send ")
 
 
 def test_a_run_in_files_says_how_to_send_it_with_a_command_for_a_shell_whatever_the_id_is(

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import pkgutil
 import re
-import sys
-import typing
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from support.jobs import PACKAGE
@@ -37,38 +30,6 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 SERVICES = ("wandb", "pluto", "mlflow", "trackio")
 
 
-def test_the_public_names_change_on_purpose_only():
-    assert flyteplugins_tracking.__all__ == [
-        "ConfigError",
-        "DistributedInfo",
-        "IdentityError",
-        "RankScope",
-        "RunMode",
-        "RunPlan",
-        "TopologyError",
-        "TrackerNotInstalledError",
-        "TrackerUnavailableError",
-        "TrackingError",
-        "get_distributed_info",
-        "get_run",
-        "get_sweep_id",
-        "get_sweep_parameters",
-        "heartbeat",
-        "override_distributed_info",
-        "plan",
-        "prefix_metrics",
-        "process_group",
-        "request_stop",
-        "should_stop",
-        "tracking_config",
-        "tracking_init",
-        "tracking_run",
-        "tracking_sweep",
-        "tracking_sweep_config",
-    ]
-    assert all(hasattr(flyteplugins_tracking, name) for name in flyteplugins_tracking.__all__)
-
-
 @pytest.mark.parametrize("name", flyteplugins_tracking._REMOVED)
 def test_a_removed_name_is_an_error_that_says_what_to_use(name):
     expected = f"flyteplugins_tracking.{name} has been removed: {flyteplugins_tracking._REMOVED[name]}"
@@ -83,46 +44,6 @@ def test_every_module_can_be_loaded():
     for module in pkgutil.walk_packages(flyteplugins_tracking.__path__, "flyteplugins_tracking."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-
-
-# The modules whose names users import.
-PUBLIC = ["", ".errors", ".testing", ".compat.wandb", ".trackers", ".trackers.base", ".trackers.client"]
-# Other packages' types: whoever asks for the hints has imported these packages.
-THIRD_PARTY = {"torch": SimpleNamespace(device=object), "Dir": object}
-
-
-def public_names(module: ModuleType) -> list[str]:
-    """The names in its `__all__`; without one, those that are defined in it."""
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
-
-
-def with_hints(value: Any) -> Iterator[Any]:
-    """A function and its overloads; a class, its bases in the package, and the methods and properties of them all."""
-    if inspect.isfunction(value):
-        yield value
-        yield from typing.get_overloads(value) if sys.version_info >= (3, 11) else ()
-    for cls in value.__mro__ if isinstance(value, type) else ():
-        if cls.__module__.startswith("flyteplugins_tracking"):
-            yield cls
-            # `collections` generates a named tuple's `__new__`, in a namespace without builtins.
-            for member in (member for name, member in vars(cls).items() if name != "__new__"):
-                function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-                yield from with_hints(function) if inspect.isfunction(function) else ()
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_functions_and_classes_have_type_hints_that_resolve(name):
-    module = importlib.import_module(f"flyteplugins_tracking{name}")
-    found = [one for public in public_names(module) for one in with_hints(getattr(module, public))]
-    assert found
-    for one in found:
-        typing.get_type_hints(one, localns=THIRD_PARTY)
-
-
-def test_the_type_hints_of_a_run_request_resolve():
-    hints = typing.get_type_hints(flyteplugins_tracking.trackers.base.Tracker.open)
-    assert typing.get_type_hints(hints["request"])["plan"] is flyteplugins_tracking.RunPlan
 
 
 def imports_of(path: Path) -> set[str]:
@@ -159,14 +80,6 @@ def test_a_room_imports_only_the_rooms_below_it():
         path: {module.partition(".")[0] for module in imports_of(path)} - allowed_in(room_of(path)) for path in MODULES
     }
     assert {path: rooms for path, rooms in wrong.items() if rooms} == {}
-
-
-def test_the_modules_of_a_call_do_not_import_each_other_in_a_circle():
-    """Also inside of functions: there is an order in which they can be read."""
-    paths = (PACKAGE / "_runs").glob("*.py")
-    imports = {path.stem: {name.split(".")[1] for name in imports_of(path) if "_runs." in name} for path in paths}
-    order = list(TopologicalSorter(imports).static_order())  # raises a CycleError that names the circle
-    assert order[-2:] == ["opening", "call"]
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import pickle
 import re
 import sys
@@ -124,29 +123,6 @@ def test_rows_are_rejected_if_the_service_takes_others_and_else_it_is_away(sink,
     assert set(taken) == set(numbers) - set(bad)
 
 
-def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(sink, monkeypatch, tmp_path):
-    """The end of a run waits for the file as long as it does."""
-    folder = tmp_path / ".pluto" / vendor.name_of_directory("x", 0, 0)
-    folder.mkdir(parents=True)
-    (folder / "a.png").write_bytes(b"png")
-    answers, seen = [{}, None], []
-    monkeypatch.setattr(sink._service, "config_of", lambda _: answers[0])
-
-    def upload(*_: object) -> bool:
-        seen.append(sink.answers())
-        answers.pop(0)
-        seen.append(sink.answers())
-        return True
-
-    monkeypatch.setattr(vendor, "upload", upload)
-    line = {"call": vendor.FILE, "args": [str(folder), "a.png", {"log_name": "a"}], "kwargs": {}, "id": "x"}
-    assert not sink.answers()
-    sink.send([line], None)
-    answers.insert(0, {})
-    assert not sink.answers()
-    assert (seen, sink.has_files) == ([True, False], False)
-
-
 @pytest.mark.parametrize(
     ("arguments", "address"),
     [
@@ -161,8 +137,7 @@ def test_pages(bare_environment, arguments, address):
     assert TRACKER.page(TrackingConfig.from_arguments({"tracker": "pluto", **arguments}), None) == address
 
 
-def test_tasks_of_both_sdks_have_a_link():
-    import flyte
+def test_a_task_of_flytekit_has_a_link():
     from flytekit import task
     from flytekit.configuration import ImageConfig, SerializationSettings
     from flytekit.tools.translator import get_serializable
@@ -178,15 +153,6 @@ def test_tasks_of_both_sdks_have_a_link():
     template = get_serializable(OrderedDict(), settings, of_flytekit).template
     assert template.config == {"link_type": "tracking-pluto", "pluto_page": address}
 
-    @tracked
-    @flyte.TaskEnvironment(name="pluto").task
-    def of_flyte() -> None: ...
-
-    link = {"run_name": "r1", "project": "p", "domain": "d", "context": {}, "parent_action_name": ""}
-    (of_task,) = of_flyte.links
-    assert of_task.name == "Pluto"
-    assert of_task.get_link(**link, action_name="a0", pod_name="") == address
-
 
 def plain() -> None: ...
 
@@ -195,29 +161,6 @@ def test_a_decorated_function_is_pickled_without_a_key(monkeypatch):
     monkeypatch.setenv("PLUTO_API_KEY", KEY)
     monkeypatch.setattr(sys.modules[__name__], "plain", tracking_init(tracker="pluto", id="a")(plain))
     assert KEY.encode() not in pickle.dumps(plain)
-
-
-@pytest.mark.parametrize("name", ["pluto", "console"])
-def test_a_log_of_the_client_on_a_full_disk_prints_nothing_that_it_would_capture_again(tmp_path, capsys, name):
-    log = logging.getLogger(name)
-    (tmp_path / "run").mkdir()
-    ours, users = (logging.FileHandler(tmp_path / path) for path in ("run/sys.log", "users.log"))
-    for handler in (ours, users):
-        log.addHandler(handler)
-        handler.stream.close()
-        handler.stream = open("/dev/full", "w")  # noqa: SIM115
-    try:
-        vendor.silence_log_files(str(tmp_path / "run"))
-        log.removeHandler(users)
-        log.error("once")
-        assert capsys.readouterr().err == ""
-        log.removeHandler(ours)
-        log.addHandler(users)
-        log.error("once")
-        assert "No space left on device" in capsys.readouterr().err
-    finally:
-        for handler in (ours, users):
-            log.removeHandler(handler)
 
 
 def test_an_answer_of_something_else_than_pluto_is_a_refusal():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import os
 import pickle
-import threading
 
 import pytest
 from hypothesis import given
@@ -99,34 +97,6 @@ def test_each_kind_of_value_in_a_config_reaches_other_processes(monkeypatch):
     assert stored(read(CONFIG, None)["config"]) == expected
 
 
-def test_a_block_of_another_thread_does_not_reach_a_task_and_is_the_variable_of_threads_without_a_context(
-    bare_environment, monkeypatch
-):
-    monkeypatch.setenv(CONFIG, json.dumps({"group": "outside"}))
-    opened, closed = threading.Barrier(2), threading.Barrier(2)
-
-    def block():
-        with tracking_config(project="theirs"):
-            opened.wait(30)
-            closed.wait(30)
-
-    thread = threading.Thread(target=contextvars.Context().run, args=(block,))
-    thread.start()
-    opened.wait(30)
-    found = read(CONFIG, {}), read(CONFIG, {CONFIG: '{"project": "ours"}'}), read(CONFIG, None)
-    with tracking_config(name="own"):
-        in_block = read(CONFIG, {})
-    closed.wait(30)
-    thread.join()
-    assert found == (
-        {"group": "outside"},
-        {"group": "outside", "project": "ours"},
-        {"group": "outside", "project": "theirs"},
-    )
-    assert in_block == {"group": "outside", "project": "theirs", "name": "own"}
-    assert read(CONFIG, None) == {"group": "outside"}
-
-
 def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_environment):
     async def training(name, seen):
         with shared, tracking_config(project=name):
@@ -145,27 +115,3 @@ def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_en
     assert pickle.loads(pickle.dumps(shared)) == shared
     assert sorted(config["project"] for config in asyncio.run(trainings())) == ["a", "a", "b", "b"]
     assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
-
-
-def test_a_variable_that_is_set_in_a_block_counts_after_it(bare_environment, monkeypatch):
-    monkeypatch.setenv(CONFIG, "{}")  # so that the variable is restored after the test
-    with tracking_config(project="outer"), tracking_config(group="block"):
-        os.environ.update(tracking_config(project="set", group="set"))
-        assert (train().project, train().group) == ("outer", "block")
-    assert (train().project, train().group) == ("set", "set")
-
-
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_blocks_that_overlap_leave_the_variable_as_it_was(bare_environment, monkeypatch, first_ends_first):
-    monkeypatch.setenv(CONFIG, json.dumps({"project": "outside"}))
-    contexts, blocks = [contextvars.Context() for _ in range(2)], [tracking_config(project=name) for name in "ab"]
-    for context, block in zip(contexts, blocks, strict=True):
-        context.run(block.__enter__)
-    assert [context.run(read, CONFIG, None)["project"] for context in contexts] == ["a", "b"]
-    assert json.loads(os.environ[CONFIG]) == {"project": "b"}
-    first, last = (0, 1) if first_ends_first else (1, 0)
-    contexts[first].run(blocks[first].__exit__, None, None, None)
-    assert json.loads(os.environ[CONFIG]) == {"project": "ab"[last]}
-    assert contexts[last].run(read, CONFIG, None)["project"] == "ab"[last]
-    contexts[last].run(blocks[last].__exit__, None, None, None)
-    assert json.loads(os.environ[CONFIG]) == {"project": "outside"}

@@ -14,7 +14,6 @@ from flyteplugins_tracking._job import progress, pulse
 from flyteplugins_tracking._job.board import Board, OwnStore, to_text
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, WaitMeter, is_waiting, metrics
 from flyteplugins_tracking.testing import RecordingTracker
-from flyteplugins_tracking.trackers.rows import NextRow
 
 MIB = 2**20
 
@@ -116,17 +115,6 @@ def test_heartbeats_are_steps_until_an_optimizer_makes_some(counting):
     assert progress.steps() == ("optimizer", 2)
 
 
-def test_no_hook_is_added_beside_those_of_the_user(counting):
-    pytest.importorskip("torch")
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    handle = register_optimizer_step_post_hook(lambda *_: None)
-    try:
-        assert progress.count_optimizer_steps() is None
-    finally:
-        handle.remove()
-
-
 # How a rank measures its waiting
 
 
@@ -152,17 +140,6 @@ def test_code_that_waits_is_known_by_its_file():
 
 
 # The row that takes the values
-
-
-def test_values_wait_for_the_next_row_in_the_place_of_those_that_waited():
-    row = NextRow()
-    assert not row.waiting
-    row.add({"a": 1, "b": 1})  # a is of a node that is silent later: it gets no older than that
-    row.add({"b": 2})
-    assert row.waiting
-    assert row.take() == {"b": 2}
-    assert not row.waiting
-    assert row.take() == {}
 
 
 def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):

@@ -27,14 +27,6 @@ def test_a_record_has_its_values_its_defaults_and_nothing_else():
         del plan.group
 
 
-@pytest.mark.parametrize(
-    ("args", "given"), [((), {}), ((True,), {"opens": True}), ((True,), {"other": 1}), (range(9), {})]
-)
-def test_values_that_are_missing_unknown_or_given_twice_are_refused(args, given):
-    with pytest.raises(TypeError, match="takes each of opens, run_id"):
-        RunPlan(*args, **given)
-
-
 def test_the_functions_of_dataclasses_and_pickle_take_a_record():
     info = DistributedInfo(1, 2, launcher="slurm")
     assert dataclasses.is_dataclass(info)

@@ -58,14 +58,6 @@ def test_rows_after_completion_are_counted_until_the_run_is_opened_again(server)
     assert (run.state, run.rows_after_completion, values(run)) == ("running", 2, [1, 2, 3, 4])
 
 
-def test_a_late_name_does_not_take_back_that_a_run_is_preempted(server):
-    upsert(server, host="h")
-    stream(server, 0, 1, preempting=True)
-    upsert(server, host="h", displayName="late", id="run:recorded/p/r", entity="recorded")
-    stream(server, 1, complete=True, exitcode=143)
-    assert (server.run("r").state, server.run("r").name) == ("preempted", "late")
-
-
 def test_a_request_sent_twice_overwrites_nothing(server):
     upsert(server)
     stream(server, 0, 1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import Counter
 
@@ -14,14 +13,12 @@ from flyteplugins_tracking import ConfigError, IdentityError, get_run, tracking_
 from flyteplugins_tracking._commands.watch import _name_of
 from flyteplugins_tracking._rank.info import iter_ranks
 from flyteplugins_tracking._rank.plan import RunPlan, plan
-from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.testing import simulate
 from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
 from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb.attempts import in_order, label_in
-from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
 
 
 class OneWriter(Tracker):
@@ -118,31 +115,6 @@ def test_a_simulation_shows_a_role_beside_its_owner():
     assert "SystemExit: 3" in run.texts["roles/eval/failure"]
     simulated = simulate(train, 1, 2)
     assert len(simulated.runs) == 1
-
-
-def test_an_owner_that_logs_below_the_name_of_a_role_is_warned_once(caplog):
-    handle = object.__new__(SharedHandle)
-    handle._roles, handle._known = frozenset(["eval", "rollout-1"]), set()
-    handle.warn_once = WarnOnce(logging.getLogger(__name__))
-    for value in range(3):
-        handle._check_keys({"loss": value, "eval": value, "rollout-10/loss": value})
-    assert caplog.messages == []
-    for value in range(3):
-        handle._check_keys({"loss": value, f"eval/loss-{value}": value})
-    (warning,) = caplog.messages
-    assert "the owner of the run logs 'eval/loss-0', and its role 'eval' has keys below that name" in warning
-
-
-def test_rows_without_a_step_are_counted_from_the_given_ones():
-    rows = []
-    buffer = RowBuffer("eval/step", "eval/", lambda: None, next_step=7)
-    buffer.log(rows.append, {"x": 0})
-    buffer.log(rows.append, {"x": 1}, step=20)
-    buffer.log(rows.append, {"y": 2}, commit=False)
-    buffer.log(rows.append, {"x": 2})
-    buffer.log(rows.append, {"x": 3})
-    assert [row["eval/step"] for row in rows] == [7, 20, 21, 22]
-    assert rows[2] == {"eval/x": 2, "eval/y": 2, "eval/step": 21}
 
 
 def test_a_row_of_a_role_that_has_the_column_step_gives_its_step_with_it():

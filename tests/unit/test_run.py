@@ -16,6 +16,7 @@ import pytest
 from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
 from flyteplugins_tracking._runs.calls import current, state
 from flyteplugins_tracking._runs.context import ProcessContext, World, override
+from flyteplugins_tracking._runs.run import end_open_runs
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
@@ -130,6 +131,12 @@ def test_a_run_is_opened_and_closed_in_this_order(steps, platform):
     assert nothing_is_open()
 
 
+def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(steps, platform):
+    """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
+    ended = tracking_init(tracker=Service(steps), id=ID)(lambda: end_open_runs(60) or list(steps))()
+    assert ended == ["open", "propagate", "end early 143", "persist directory with the lock"]
+
+
 def test_an_error_is_kept_with_the_run_before_its_end(steps):
     with pytest.raises(ZeroDivisionError):
         tracking_init(tracker=Service(steps), id=ID)(lambda: 1 / 0)()
@@ -234,24 +241,3 @@ def test_a_forked_child_that_leaves_the_function_ends_nothing(steps):
     assert os.waitpid(pid, 0)[1] == 0
     assert steps == ["open", "await writers 0", "finish 0"]
     assert nothing_is_open()
-
-
-def test_each_stage_of_a_call_is_a_debug_line(steps, caplog):
-    """With `logging.DEBUG` a user sees what the library decides, without a debugger."""
-    caplog.set_level(logging.DEBUG, "flyteplugins_tracking")
-
-    @tracking_init(tracker=Service(steps), id=ID)
-    def train():
-        return repr(current.get()), current.get().number
-
-    shown, number = train()
-    assert shown == f"Call(steps, number {number}, no job, Run({ID}, primary, 1 calls))"
-    stages = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
-    for stage in (
-        "this process is no rank",
-        "opening RunPlan(",
-        f"run {ID} is open",
-        "ends with status 0",
-        "is finished",
-    ):
-        assert any(stage in line for line in stages), stage

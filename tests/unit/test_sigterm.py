@@ -212,36 +212,13 @@ def in_destructor() -> None:
     Dropped(send)
 
 
-_programs_hook: list[Callable[[], object]] = []
-os.register_at_fork(before=lambda: [hook() for hook in _programs_hook])
-
-
-def in_hook_of_the_programs() -> None:
-    """It is called before the library's, which does not know of the fork yet."""
-    _programs_hook.append(send)
-    try:
-        fork()
-    finally:
-        _programs_hook.clear()
-
-
 def in_a_block_that_catches_everything() -> None:
     with contextlib.suppress(BaseException):
         send()
         goes_on()
 
 
-def fork() -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize(
-    "drops",
-    [in_destructor, in_hook_of_the_programs, in_a_block_that_catches_everything],
-)
+@pytest.mark.parametrize("drops", [in_destructor, in_a_block_that_catches_everything])
 def test_an_exit_that_python_or_the_program_drops_waits_or_comes_once_more(drops, in_a_process_of_its_own, monkeypatch):
     """Else the function would train on for 25 s, and no `finally` block would run."""
     tracker, unwound = EndsRecorder(), []
@@ -418,7 +395,6 @@ def test_ctrl_c_bounds_the_end_in_which_it_comes():
     with pytest.raises(KeyboardInterrupt):
         tracking_init(tracker=EndsRecorder(in_finish=press), project=PROJECT)(lambda: None)()
     assert seen
-    assert SIGTERM.interrupted_at is None
 
 
 # Threads
@@ -469,39 +445,6 @@ def test_other_signals_reach_the_loop_meanwhile():
         await loop.run_in_executor(None, train)
 
     asyncio.run(main())
-
-
-def test_without_a_thread_to_be_had_the_function_is_called_without_a_run(monkeypatch, caplog):
-    """As in a container whose limit of processes is reached: listening for SIGTERM takes a thread."""
-    tracker, called = EndsRecorder(), []
-
-    @tracking_init(tracker=tracker, project=PROJECT, id="no-thread")
-    def train() -> str:
-        called.append(get_run())
-        return "result"
-
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    before, own = state(), threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert train() == "result"
-    monkeypatch.setattr(threading.Thread, "start", own)
-    assert called == [None]
-    assert tracker.runs == []
-    assert "ends: the function is called without a run: can't start new thread" in caplog.text
-    assert state() == before
-    assert train() == "result"
-    assert called[1] is tracker.runs[0]
-
-    @tracking_init(tracker=tracker, project=PROJECT, id="no-thread-at-the-end")
-    def ends() -> list[int]:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
-            end_open_runs(1.0)
-        return list(tracker.runs[-1].exit_codes)
-
-    assert ends() == [143]
 
 
 def test_a_process_with_thousands_of_open_files_is_listened_in():

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from flyteplugins_tracking import get_distributed_info, request_stop, should_stop, tracking_init
-from flyteplugins_tracking._runs import stopping
 from flyteplugins_tracking.testing import RecordingTracker, simulate
 
 
@@ -141,20 +140,3 @@ def test_a_forked_child_has_no_stop_and_its_signal_ends_it(recorder):
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert train() == -signal.SIGUSR1
-
-
-def test_a_service_asks_the_loop_if_there_is_one(recorder):
-    interrupted: list[str] = []
-
-    @tracking_init(tracker=recorder)
-    def train(has_loop: bool) -> bool:
-        if has_loop:
-            should_stop()
-        stopping.request_of_service("wandb", lambda: interrupted.append("interrupted"))
-        return has_loop and should_stop()
-
-    assert not train(False)
-    assert interrupted == ["interrupted"]
-    assert train(True)
-    assert interrupted == ["interrupted"]
-    assert recorder.runs[1].summary["stop/reason"] == "wandb"

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
-from pathlib import Path
 
 import pytest
-from support import jobs
 
 from flyteplugins_tracking import (
     DistributedInfo,
-    IdentityError,
     TopologyError,
     get_distributed_info,
     override_distributed_info,
     plan,
-    tracking_init,
 )
-from flyteplugins_tracking._job.identity import from_launcher
-from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher
+from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking.testing import recording, simulate
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -79,10 +72,6 @@ RANKS = {
     "Flyte 2 Clustered": (
         {**without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"), "NODE_RANK": "1", "JOBSET_RESTART_ATTEMPT": "1"},
         DistributedInfo(5, 8, 1, 4, 1, None, 3, "torchelastic", "job"),
-    ),
-    "torchrun without LOCAL_WORLD_SIZE": (
-        without(TORCHRUN, "LOCAL_WORLD_SIZE"),
-        DistributedInfo(5, 8, 1, None, 1, 2, 2, "torchelastic", "job"),
     ),
     "Ray Train, Composer": (
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
@@ -293,12 +282,6 @@ def test_the_documented_launchers_are_those_that_are_detected():
     assert [name for name in LAUNCHERS if f'"{name}"' not in (DistributedInfo.__doc__ or "")] == []
 
 
-def test_a_tests_job_has_no_variable_of_a_launcher(monkeypatch):
-    for name in jobs.variables_of_launchers():
-        monkeypatch.setenv(name, "2")
-    assert jobs.variables_of_launchers() & jobs.environment(Path()).keys() == set()
-
-
 def test_variables_are_read_at_the_call_and_a_world_of_one_is_no_distributed_job_even_under_torchrun(bare_environment):
     assert get_distributed_info() is None
     for name, value in TORCHRUN.items():
@@ -354,19 +337,6 @@ def test_the_variables_take_precedence_over_a_process_group(monkeypatch):
     assert detect(TORCHRUN) == DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")
 
 
-def test_a_group_of_the_same_size_knows_better_than_a_scripts_variables(monkeypatch):
-    """Accelerate on a CPU sets RANK=0 in each process that `debug_launcher` has started: also in rank 0."""
-    cpu = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert detect(cpu).launcher == "env"
-    for rank in range(2):
-        monkeypatch.setitem(sys.modules, "torch.distributed", Group(rank, 2))
-        debug = {**cpu, "ACCELERATE_DEBUG_RDV_FILE": "x"}
-        assert detect(debug) == DistributedInfo(rank, 2, launcher="process_group")
-    assert detect(cpu) == DistributedInfo(1, 2, launcher="env")
-    monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
-    assert detect({**cpu, "RANK": "1"}).rank == 1
-
-
 def test_an_override_takes_precedence():
     override = DistributedInfo(rank=1, world_size=3)
     with override_distributed_info(override):
@@ -387,34 +357,3 @@ def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
     assert all(info.num_workers != 1 for info in infos)
     ids = {plan(info, "new", "worker", "base").run_id for info in infos}
     assert len(ids) == 4
-
-
-ACME_RANK_1 = {"ACME_RANK": "1", "ACME_SIZE": "2", "ACME_LOCAL_RANK": "1", "ACME_LOCAL_SIZE": "2", "ACME_RESTARTS": "3"}
-# A launcher that is one entry of plain variables, as a program adds it.
-ACME = Launcher(
-    "acme",
-    rank="ACME_RANK",
-    world_size="ACME_SIZE",
-    local_rank="ACME_LOCAL_RANK",
-    local_world_size="ACME_LOCAL_SIZE",
-    restart_count=("ACME_RESTARTS",),
-)
-
-
-def test_a_launcher_of_one_entry_is_unset_in_a_simulation(bare_environment):
-    bare_environment.setitem(LAUNCHERS, "acme", ACME)
-    for name, value in ACME_RANK_1.items():
-        bare_environment.setenv(name, value)
-    assert detect(ACME_RANK_1) == get_distributed_info() == DistributedInfo(1, 2, 1, 2, 0, 1, 3, launcher="acme")
-
-    @tracking_init(project="tests")
-    def train() -> tuple[str | None, DistributedInfo | None]:
-        return os.environ.get("ACME_RANK"), get_distributed_info()
-
-    with recording():
-        assert train() == (None, None)
-    infos = [info for _, info in simulate(train, 1, 2).returned]
-    assert [info.rank for info in infos] == [0, 1]
-    assert {variable for variable, _ in simulate(train, 1, 2).returned} == {None}
-    with pytest.raises(IdentityError, match="acme offers none"):
-        from_launcher(detect(ACME_RANK_1), {}, agreement=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import logging
@@ -10,7 +9,7 @@ import math
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from support.backends import EXAMPLES
@@ -19,7 +18,6 @@ from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ProcessContext, World, override
-from flyteplugins_tracking._runs.run import end_open_runs
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
@@ -86,31 +84,6 @@ def test_a_missing_vendor_raises_with_the_command_that_installs_it(monkeypatch, 
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(TrackerNotInstalledError, match=rf'^pip install "flyteplugins-tracking\[{name}\]"$'):
         tracking_init(tracker=name)(lambda: None)()
-
-
-def test_a_vendor_whose_import_was_interrupted_is_not_called_untested(monkeypatch, bare_environment, tmp_path):
-    (tmp_path / "interrupted").mkdir()
-    (tmp_path / "interrupted" / "part.py").touch()
-    (tmp_path / "interrupted" / "__init__.py").write_text(
-        "import sys, interrupted.part\nif hasattr(sys, 'tried'): raise AttributeError('partially initialized')\n"
-        "sys.tried = True\nraise KeyboardInterrupt\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-    class Interrupted(Noting):
-        name, package = "interrupted", "interrupted"
-
-        def open(self, request: Any) -> Handle:
-            importlib.import_module("interrupted")
-            return super().open(request)
-
-    train = tracking_init(tracker=Interrupted)(lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    with pytest.raises(TrackerNotInstalledError, match="if an earlier import was interrupted, start the process again"):
-        train()
-    monkeypatch.delattr(sys, "tried")
-    monkeypatch.delitem(sys.modules, "interrupted.part")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -319,32 +292,6 @@ def test_values_for_the_next_row_are_no_row_of_their_own_until_the_run_ends(bare
 
     terminated()
     assert tracker.handle.events == [{"a": 1}, 143]  # they open no run again
-
-
-class Platform(ProcessContext):
-    """Notes what it is asked to do with a run."""
-
-    noted: ClassVar[list[Any]] = []
-    can_persist = True
-
-    def persist(self, directory: str) -> str:
-        self.noted.append(directory)
-        return "s3://bucket"
-
-
-def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(bare_environment):
-    """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
-    tracker, world = Events(), World()
-    world.adapted = lambda asked: replace(asked, context=Platform())
-
-    @tracking_init(tracker=tracker, id="i")
-    def train():
-        tracker.handle.unsent = lambda: ["unsent"]
-        end_open_runs(60)
-        return list(Platform.noted)
-
-    with override(world):
-        assert train() == ["unsent"]
 
 
 def test_values_become_numbers_or_warn_once(caplog):

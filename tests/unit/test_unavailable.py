@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-
 import pytest
 
 from flyteplugins_tracking import TrackerUnavailableError, tracking_init
@@ -13,7 +9,6 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers import Tracker
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.trackio.run import is_outage
-from flyteplugins_tracking.trackers.wandb.names import drop_empty_variables
 
 
 class Refuses(Tracker):
@@ -36,29 +31,6 @@ def test_a_tracker_without_local_files_raises_and_refuses_that_they_are_asked_fo
     assert caught.value.is_outage == is_outage
     with pytest.raises(ConfigError, match="does not support if_unavailable='degrade': it has no files"):
         tracking_init(tracker=Refuses(True), project="p", if_unavailable="degrade")(lambda: None)
-
-
-def test_an_error_can_be_made_while_another_thread_unsets_a_variable(monkeypatch):
-    """As the thread does that stops a wandb-core which does not answer."""
-    monkeypatch.setenv("COMES_AND_GOES_KEY", "x" * 20)
-    is_over, before = threading.Event(), sys.getswitchinterval()
-
-    def come_and_go() -> None:
-        while not is_over.is_set():
-            os.environ.pop("COMES_AND_GOES_KEY", None)
-            os.environ["COMES_AND_GOES_KEY"] = "x" * 20
-
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(300):
-            TrackerUnavailableError("x")
-            drop_empty_variables()
-    finally:
-        sys.setswitchinterval(before)
-        is_over.set()
-        thread.join()
 
 
 def test_the_statuses_of_an_outage():

@@ -147,12 +147,3 @@ def test_the_extra_has_a_minimum_and_no_maximum_and_allows_the_version_that_was_
     (minimum,) = Requirement(requirement_of(tracker)).specifier
     assert (minimum.operator, Requirement(tested).name) == (">=", CLIENTS[tracker])
     assert tested.partition("==")[2] in Requirement(requirement_of(tracker)).specifier
-
-
-@pytest.mark.parametrize("tracker", TRACKERS)
-def test_private_names_are_used_in_one_module_only(tracker):
-    private = {module for owner, module, *_ in (*REQUIRED, *OPTIONAL) if owner == tracker}
-    for path in Path(VENDORS[tracker].__file__).parent.glob("*.py"):
-        if path.name != "vendor.py":
-            text = path.read_text()
-            assert not [module for module in private if f"from {module} import" in text], path

@@ -1,4 +1,4 @@
-"""What an earlier attempt has left is in the run before any row of this one, with the real wandb-core."""
+"""The journals and files of W&B runs, with the real wandb-core: what is read of them, and what a file of another is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from wandb.proto.wandb_internal_pb2 import PartialHistoryRequest
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
-from flyteplugins_tracking._util.files import age_s
 from flyteplugins_tracking.trackers import journal as files
 from flyteplugins_tracking.trackers.base import NoSigterm
 from flyteplugins_tracking.trackers.journal import Journal
@@ -104,57 +103,6 @@ def ended(directory: Path) -> StoredRun:
     return stored
 
 
-def test_the_rows_of_an_earlier_attempt_come_first(run, earlier):
-    begun(run)
-    handle = handle_of(run)
-    run.log({"n": ROWS})
-    run.log({"n": ROWS + 1}, step=3)  # the run has this step
-    handle.finish(0)
-    stored = ended(outbox.run_directory(run))
-    rows = stored.rows
-    assert [(row["_step"], row["n"]) for row in rows] == [(n, n) for n in range(ROWS + 2)]
-    assert [row["_timestamp"] for row in rows[:ROWS]] == [1.7e9 + n for n in range(ROWS)]
-    assert (rows[-1]["global_step"], rows[-1]["restart_count"]) == (3, 1)
-    assert stored.summary["n"] == ROWS + 1
-    assert not files.stored(earlier)
-
-
-def test_rows_that_a_killed_attempt_had_logged_again_come_once(run, earlier):
-    """They are in its file too, with the same steps."""
-    later = earlier.with_name("run-20260102_000000-tail")
-    rows = [({"n": number, "_timestamp": 1.7e9 + number}, number) for number in range(10, 30)]
-    journal_in(later, Place.of(run), rows, step=10, first_step=10)
-    begun(run)
-    handle_of(run).finish(0)
-    assert [row["n"] for row in ended(outbox.run_directory(run)).rows] == list(range(ROWS))
-    assert not files.stored(earlier)
-    assert not files.stored(later)
-
-
-def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once(run, earlier):
-    """At the steps of the run, and with their own ones in a column."""
-    place = Place.of(run)
-    offline = earlier.with_name("offline-run-20260102_000000-tail")
-    journal = Journal(
-        offline,
-        "rows-1",
-        {"place": place, "step": 0, "is_automatic": True, "step_metric": "own_step", "restart_count": 3},
-    )
-    for number in range(10):
-        row = {"n": number, "_timestamp": 1.8e9 + number}
-        journal.add(outbox.record_of(serialized(row), number, is_placed=True))
-    journal.close()
-    later = earlier.with_name("run-20260103_000000-tail")
-    rows = [({"n": number, "_timestamp": 1.8e9 + number}, ROWS + number) for number in range(4)]
-    journal_in(later, place, rows, step=ROWS, first_step=0)
-    begun(run)
-    handle_of(run).finish(0)
-    found = ended(outbox.run_directory(run)).rows[ROWS:]
-    assert [(row["_step"], row["n"]) for row in found] == [(ROWS + number, number) for number in range(10)]
-    assert [(row["own_step"], row["restart_count"]) for row in found[4:]] == [(number, 3) for number in range(4, 10)]
-    assert not files.stored(offline)
-
-
 def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_kept(run, monkeypatch, caplog):
     made = begun(run)
     handle = handle_of(run)
@@ -174,32 +122,6 @@ def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_ke
     assert "rows could not be kept: those that W&B has not got are lost. To send the rest" in caplog.text
     assert "Nothing is lost" not in caplog.text
     run.finish()
-
-
-def test_what_is_set_in_a_run_is_kept_without_what_later_rows_replace(run):
-    """Also behind its end, which `send` must not take for one that W&B has all of."""
-    made, directory = begun(run), outbox.run_directory(run)
-    handle = handle_of(run)
-    run.config.update({"lr": 1})
-    run.summary.update({"n": 7, "nested": {"a": 1, "b": 2}, "best": 3})
-    run.define_metric("n", step_metric="t")
-    run.log({"n": 0})
-    del run.summary["nested"]["a"]
-    made.keep_end(0)
-    made.close()
-    assert not Attempt.at(directory).has_late_settings()
-    with made.alone(run):
-        run.config.update({"late": 2})
-    made.close()
-    found = Attempt.at(directory)
-    *others, (_, summary, _) = found.settings
-    assert [kind for kind, _, _ in others] == ["config", "metric", "config"]
-    values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in summary}
-    assert "n" not in values
-    assert values["best"] == 3
-    assert found.has_late_settings()
-    assert run.config["late"] == 2
-    handle.finish(0)
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
@@ -235,14 +157,6 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
         (row.step, row.time, str({key: row.values[key] for key in kept_row.values}))
         for row, kept_row in zip(in_file, kept, strict=True)
     ]
-
-
-def test_rows_below_the_first_step_are_not_parsed(tmp_path):
-    journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": 0})
-    for number in range(100):
-        journal.add(outbox.record_of(serialized({"n": 1}) if number >= 95 else b"{", number))
-    journal.close()
-    assert [row.step for row in Attempt.at(tmp_path).rows(95)] == [95, 96, 97, 98, 99]
 
 
 def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has(run):
@@ -380,20 +294,26 @@ def test_an_events_file_takes_the_place_of_a_planted_link(run, tmp_path):
     handle.finish(0)
 
 
-def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
-    """In the same block if the damaged record's length is whole, and in the next block in any case."""
-    path = tmp_path / "run-x.wandb"
-    payloads = [b"%05d" % number * 100 for number in range(200)]
+def blocks_of(payloads: list[bytes]) -> bytearray:
+    """A file of these records, as W&B's client writes it: a record that its block has no room for is split."""
     data = bytearray(datastore._HEADER)
     for payload in payloads:
-        left = datastore._BLOCK - len(data) % datastore._BLOCK
-        if left < datastore._FRAGMENT.size + len(payload):
-            data += bytes(left)  # W&B's client would split it: for a reader this is a damaged place too
-        checksum = zlib.crc32(bytes([datastore._FULL]) + payload)
-        data += datastore._FRAGMENT.pack(checksum, len(payload), datastore._FULL) + payload
+        rest, is_first = payload, True
+        while rest:
+            room = datastore._BLOCK - len(data) % datastore._BLOCK - datastore._FRAGMENT.size
+            part, rest = rest[:room], rest[room:]
+            kind = {(True, False): 1, (True, True): 2, (False, True): 3, (False, False): 4}[is_first, bool(rest)]
+            data += datastore._FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
+            is_first = False
+    return data
+
+
+def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
+    """In the same block if the damaged record's length is whole, and in the next block in any case."""
+    path, payloads = tmp_path / "run-x.wandb", [b"%05d" % number * 100 for number in range(200)]
+    data = blocks_of(payloads)
     path.write_bytes(data)
     assert list(datastore.records(path)) == payloads
-    caplog.clear()
     data[datastore._HEADER + 30] ^= 1
     path.write_bytes(data)
     assert list(datastore.records(path)) == payloads[1:]
@@ -407,16 +327,7 @@ def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
 def test_a_file_is_read_on_while_it_is_written(tmp_path):
     """What is not written completely yet is read later, also a record of several blocks."""
     path, payloads = tmp_path / "run-x.wandb", [b"a" * 50, b"b" * 70_000, b"c" * 50]
-    data = bytearray(datastore._HEADER)
-    for payload in payloads:
-        rest, is_first = payload, True
-        while rest:
-            room = datastore._BLOCK - len(data) % datastore._BLOCK - datastore._FRAGMENT.size
-            part, rest = rest[:room], rest[room:]
-            kind = {(True, False): 1, (True, True): 2, (False, True): 3, (False, False): 4}[is_first, bool(rest)]
-            data += datastore._FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
-            is_first = False
-    found, position = [], 0
+    data, found, position = blocks_of(payloads), [], 0
     for end in [*range(0, len(data), 10_007), len(data)]:
         path.write_bytes(data[:end])
         new = list(datastore.records_from(path, position, is_written=True))
@@ -440,49 +351,25 @@ def test_a_run_without_an_entity_is_that_of_the_default_one():
     assert not place.is_same(place._replace(run_id="j"))
 
 
-@pytest.fixture
-def log(tmp_path):
-    path = tmp_path / "run-20260101_000000-x" / "logs" / "debug-internal.log"
-    path.parent.mkdir(parents=True)
-    path.touch()
-    return path
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The time, which sleeping alone moves on. `time.time()` does not move."""
-    wall, clock = time.time(), SimpleNamespace(now=100.0)
-    clock.monotonic, clock.time = (lambda: clock.now), (lambda: wall)
+@pytest.mark.parametrize(
+    ("age_of_log_s", "until", "waited_s"),
+    [
+        (None, math.inf, 0),  # there is no attempt
+        (1e9, math.inf, 0),
+        (2, math.inf, 4),
+        (2, 101, 1),
+        (-3600, math.inf, 6),  # the clock was set back since, or is another machine's
+    ],
+)
+def test_opening_waits_until_w_and_b_counts_what_was_sent_last(tmp_path, monkeypatch, age_of_log_s, until, waited_s):
+    clock = SimpleNamespace(now=100.0, time=time.time)
+    clock.monotonic = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr(attempts, "time", clock)
-    return clock
-
-
-def test_opening_waits_until_w_and_b_counts_what_was_sent_last(tmp_path, log, clock):
-    os.utime(log, (clock.time() - 2,) * 2)
-    attempts.await_count(tmp_path.glob("run-*"), float("inf"))
-    assert clock.now == pytest.approx(104, abs=0.1)
-
-
-def test_opening_waits_no_longer_than_it_may(tmp_path, log, clock):
-    attempts.await_count(tmp_path.glob("run-*"), 101.0)
-    assert clock.now == pytest.approx(101)
-
-
-def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log, clock):
-    os.utime(log, (1, 1))
-    attempts.await_count(tmp_path.glob("run-*"), float("inf"))
-    assert clock.now == 100
-
-
-def test_opening_does_not_wait_without_an_attempt(tmp_path, clock):
-    attempts.await_count(tmp_path.glob("run-*"), float("inf"))
-    assert clock.now == 100
-
-
-def test_a_log_with_a_time_that_is_to_come_is_one_of_now(tmp_path, log, clock):
-    """The clock was set back since, or is another machine's."""
-    os.utime(log, (clock.time() + 3600,) * 2)
-    assert age_s(log) == 0
-    attempts.await_count(tmp_path.glob("run-*"), float("inf"))
-    assert clock.now == pytest.approx(106)
+    if age_of_log_s is not None:
+        log = tmp_path / "run-20260101_000000-x" / "logs" / "debug-internal.log"
+        log.parent.mkdir(parents=True)
+        log.touch()
+        os.utime(log, (time.time() - age_of_log_s,) * 2)
+    attempts.await_count(tmp_path.glob("run-*"), until)
+    assert clock.now - 100 == pytest.approx(waited_s, abs=0.2)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
-import threading
 
 import pytest
-from support.stores import SharedStore
 from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import watch
 from flyteplugins_tracking._job.board import Board
-from flyteplugins_tracking._job.watch import ALONE, Duty, Watch
+from flyteplugins_tracking._job.watch import Duty, Watch
 
 INFO = DistributedInfo(1, 2, 1, 2, 0, 1, launcher="mpich")
 
@@ -49,36 +46,9 @@ class Noted(Duty):
 @pytest.fixture
 def own(monkeypatch):
     """A watch, whose job has a store."""
-    monkeypatch.setattr(watch, "job_board", lambda *_: Board(SharedStore(), "ranks"))
+    store = pytest.importorskip("torch.distributed").HashStore()
+    monkeypatch.setattr(watch, "job_board", lambda *_: Board(store, "ranks"))
     return Watch()
-
-
-def test_there_is_one_thread_from_the_first_duty_to_the_last(own):
-    before = threading.active_count()
-    first, second = Noted(), Noted(topic="")
-    for duty in (first, second):
-        assert own.add(INFO, duty, without="")
-    assert threading.active_count() == before + 1
-    wait_until(lambda: first.done and second.done)
-    own.remove(first, has_failed=True)
-    assert (first.done, second.done) == (["begin", "failed"], ["begin"])
-    assert threading.active_count() == before + 1
-    own.remove(second)
-    assert second.done == ["begin", "returned"]
-    assert threading.active_count() == before
-    assert own.add(INFO, first, without="")
-    own.remove(first)
-    assert threading.active_count() == before
-
-
-def test_a_duty_is_looked_at_when_it_is_due_and_when_somebody_wakes_the_thread(own):
-    often, seldom = Noted(wait_s=0.01), Noted(wait_s=math.inf)
-    own.add(ALONE, often, seldom, without="")
-    wait_until(lambda: len(often.done) > 3 and seldom.done)
-    assert seldom.done == ["begin"]
-    own.wake(seldom)
-    wait_until(lambda: seldom.done == ["begin", "look"])
-    own.remove(often, seldom)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the store has gone"), ValueError("a damaged text")])

@@ -73,22 +73,6 @@ def test_what_the_first_writer_finds_in_a_run_of_another_job_is_an_earlier_attem
     assert primary.has_resumed(had_rows=True)
 
 
-def test_a_writer_does_not_wait_for_itself(store):
-    primary = WriterBarrier(Board(store, "writers/run"), "rank-3", others=["rank-0", "rank-3"])
-    primary.enter_as_primary()
-    assert missing(primary) == ["rank-0"]
-
-
-def test_a_writer_whose_string_is_damaged_has_not_left(store):
-    for text in ("junk", "", "1", "1 2 3", "9" * 5000):
-        other, primary = barriers(store)
-        other.enter()
-        other.leave()
-        Board(store, "writers/run").put("left/other", text)
-        primary.enter_as_primary()
-        assert missing(primary, 0.02) == ["other"], text
-
-
 def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
     import torch
 
