@@ -7,13 +7,11 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from support import jobs
 from support.wandb_server import WandbServer
 
-from flyteplugins_tracking import (
-    get_run,
-    tracking_init,
-)
+from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.testing import RecordingTracker
 
 
@@ -79,6 +77,7 @@ def test_a_function_that_outlives_the_one_around_it_has_an_open_run(tmp_path):
     assert {(run.id == "outer", run.exit_code) for run in done.runs} == {(True, 1), (False, 0)}
 
 
+@pytest.mark.full
 def test_sigterm_ends_a_run_that_its_opener_has_left(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "signal_runs.py", "joined_async", env=server.environment)
