@@ -274,7 +274,8 @@ def test_each_argument_has_an_option_or_is_said_to_have_none(capsys):
 
 
 OPENING = """
-import sys, wandb
+import os, sys, wandb
+os.chdir("elsewhere")
 said = {"project": "theirs", "name": "theirs", "tags": ["theirs"], "config": {"lr": 5, "own": 1}, "job_type": "theirs"}
 run = wandb.init(**said, reinit=True)
 assert run is wandb.run and sys.argv[1:] == ["--help"]
@@ -284,14 +285,17 @@ print(run.project, run.entity, run.job_type)
 
 
 def test_the_options_take_precedence_over_what_the_script_says(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
     (tmp_path / "script.py").write_text(OPENING)
     options = ["--tags", "a", "--tags", "b,c", "--config", "lr=1e-3", "--config", "model=gpt", "--config", "deep=true"]
     options += ["--option", "entity=team", "--option", "job_type=sweep", "--name", "named", "--rank-prefix"]
+    options += ["--run-file", "run.json"]
     done = jobs.run([sys.executable, *UNDER, *options, "--", "script.py", "--help"], tmp_path)
     (run,) = done.runs
     assert (run.exit_code, run.name, len(run.rows)) == (0, "named", 1), done
     assert sorted(run.tags) == ["a", "b,c"]
     assert "theirs team sweep\n" in done.output
+    assert (tmp_path / "run.json").exists()
     assert {key: run.config[key] for key in ("lr", "model", "deep", "own")} == {
         "lr": 0.001,
         "model": "gpt",

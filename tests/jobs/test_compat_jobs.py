@@ -64,14 +64,6 @@ def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path):
     assert "add secret_requests=" in done.output
 
 
-def test_quickstart(tmp_path):
-    done = flyte2_pods.local("quickstart", tmp_path, **TASKS)
-    assert done.outputs is not None, done.output
-    (run,) = done.runs
-    assert json.loads(done.outputs[0]) == [run.id, "my-project", "my-team", True]
-    assert (run.exit_code, [(row["loss"], row["accuracy"]) for row in run.rows]) == (0, [(0.5, 0.9)])
-
-
 def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path):
     context = wandb_config(project="my-project", tags=["experiment-1"], run_mode="auto")
     done = flyte2_pods.local("parent", tmp_path, context=context, **TASKS)

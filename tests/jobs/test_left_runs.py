@@ -354,17 +354,9 @@ def test_a_watched_run_that_an_outage_keeps_from_being_opened_is_sent_after_it(t
         assert server.run("run").state == "finished"
 
 
-@pytest.mark.wide
-def test_a_watched_run_is_preempted_by_its_last_attempt_alone(tmp_path):
-    with WandbServer() as server:
-        log(tmp_path, server, "preempting", "kill", 0, OFFLINE)
-        log(tmp_path, server, "rows", "raise", 1, OFFLINE)
-        watch_until_done(tmp_path, server)
-        assert numbers(server.run("run")) == expected(0, 1)
-        assert server.run("run").state == "failed"
-
-
-@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.wide)])
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["offline", "online"])
 def test_an_artifact_with_many_files_is_sent_whole_or_named(tmp_path, mode):
     env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
     with WandbServer() as server:

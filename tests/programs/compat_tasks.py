@@ -27,16 +27,9 @@ def seen(tag: str, **more: Any) -> None:
     Path(DIRECTORY, f"{tag}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(more))
 
 
-@wandb_init(project="my-project", entity="my-team")
-@env.task
-def quickstart(n: int) -> str:
-    run = get_wandb_run()
-    run.log({"loss": 0.5, "accuracy": 0.9})
-    return json.dumps([run.id, run.project, run.entity, get_wandb_run_dir() == run.dir])
-
-
 def told() -> list[Any]:
     run, context = get_wandb_run(), get_wandb_context()
+    assert get_wandb_run_dir() == run.dir
     return [run.id, run.project, list(run.tags or ()), context and [context.project, context.tags, context.run_mode]]
 
 

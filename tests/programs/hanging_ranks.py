@@ -1,7 +1,7 @@
 """Three ranks that reduce in each step, until rank 1 hangs for a while, as the argument says; rank 0 has the run.
 
-"sleeps": in `next_batch`. "holds the GIL": in C. "is stopped": by SIGSTOP. "alone": one process without a launcher
-sleeps. Before it hangs, all ranks have evaluated for longer than the timeout, with heartbeats.
+"sleeps": in `next_batch`. "holds the GIL": in C. "is stopped": by SIGSTOP. Before it hangs, all ranks have evaluated
+for longer than the timeout, with heartbeats.
 """
 
 from __future__ import annotations
@@ -59,11 +59,5 @@ def train() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-@tracking_init(project="tests", id="hangs", hang_timeout_s=TIMEOUT_S)
-def train_alone() -> None:
-    get_run().log({"step": 0})
-    next_batch()
-
-
 if __name__ == "__main__":
-    train_alone() if sys.argv[1] == "alone" else train()
+    train()

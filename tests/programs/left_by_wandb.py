@@ -151,12 +151,6 @@ def log_set_when_dead() -> None:
     run.log({"row": 1000 * NUMBER + ROWS + 1})
 
 
-def log_preempting() -> None:
-    log_rows()
-    get_run().mark_preempting()
-    time.sleep(1)
-
-
 def log_listed() -> None:
     """An artifact with many files, which a file lists."""
     interface.MANIFEST_FILE_SIZE_THRESHOLD = 2
