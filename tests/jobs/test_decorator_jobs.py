@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import jobs
 from support.wandb_server import WandbServer
 
-from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking import get_run, request_stop, should_stop, tracking_init
 from flyteplugins_tracking.testing import RecordingTracker
 
 
@@ -84,3 +86,19 @@ def test_sigterm_ends_a_run_that_its_opener_has_left(tmp_path):
         run = server.run("outer")
     assert done.returncode == 143, done.output
     assert ([row["x"] for row in run.rows], run.exit_codes[-1], run.completed) == ([0, 1], 143, True)
+
+
+def test_the_next_job_goes_on_in_the_run_of_one_that_was_stopped_and_not_of_one_that_returned(
+    tmp_path, bare_environment
+):
+    @tracking_init(tracker=RecordingTracker(), run_file=tmp_path / "run.json")
+    def train(is_stopped):
+        if is_stopped:
+            request_stop("the test")
+        while is_stopped and not should_stop():
+            time.sleep(0.01)
+
+    train(True)
+    train(False)
+    files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run.json*")) if path.suffix != ".lock"]
+    assert [file["has_ended"] for file in files] == [False, True]

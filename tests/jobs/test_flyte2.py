@@ -83,6 +83,7 @@ def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     page = f"https://acme.example.com/v2/domain/development/project/proj/runs/r1?i={task}"
     assert run.config["tracking_init"]["flyte"]["url"] == page
     assert run.config["tracking_init"]["restart_count"] == 0
+    assert "the files did not become an output" not in done.output  # nobody has asked for that
 
 
 @pytest.mark.full
