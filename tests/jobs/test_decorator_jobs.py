@@ -102,3 +102,18 @@ def test_the_next_job_goes_on_in_the_run_of_one_that_was_stopped_and_not_of_one_
     train(False)
     files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run.json*")) if path.suffix != ".lock"]
     assert [file["has_ended"] for file in files] == [False, True]
+
+
+def test_the_same_rank_of_two_jobs_with_one_id_writes_to_two_shared_runs(bare_environment):
+    """Each thread is in a job of its own here. The primaries have locked the run, as other processes."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        bare_environment.setenv(name, value)
+
+    @tracking_init(tracker=RecordingTracker(), id="same", run_mode="shared")
+    def train(inside):
+        return get_run().id, inside()
+
+    with ThreadPoolExecutor(1) as other:
+        first, (second, _) = train(lambda: other.submit(train, lambda: None).result())
+    assert first == "same"
+    assert second.startswith("same-")
