@@ -445,6 +445,10 @@ def test_a_run_that_the_ranks_of_a_script_share_by_themselves_is_their_own(tmp_p
 
 SAYS_BEFORE = """
 import os, wandb
+try:
+    wandb.init(project="first", name="first")  # online, and there is no key
+except Exception as error:
+    print("REFUSED", type(error).__name__)
 os.environ.update(WANDB_NAME="late", WANDB_TAGS="b,c", WANDB_NOTES="noted", WANDB_PROJECT="mine", WANDB_RUN_GROUP="g")
 os.environ.update(WANDB_JOB_TYPE="j", WANDB_MODE="offline")
 settings = wandb.Settings(init_timeout=33, api_key="k" * 40)
@@ -462,6 +466,7 @@ def test_what_the_script_says_before_its_run_counts(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "script.py").write_text(SAYS_BEFORE)
     done = jobs.run([sys.executable, *UNDER, "script.py"], tmp_path, {"WANDB_MODE": "online"})
+    assert "REFUSED TrackerUnavailableError" in done.output, done.output
     assert "HERE mine g j noted" in done.output, done.output
     assert "OFF True True" in done.output
     (run,) = jobs.Done(0, "", tmp_path / "elsewhere").runs
