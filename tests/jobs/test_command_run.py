@@ -78,7 +78,6 @@ end()
         ("module", "script"),
         ("directory", "package"),
         ("-", "-"),
-        ("pipe", "/dev/stdin"),
         ("link", "link.py"),
         ("package", "package"),
         ("zip file", "script.pyz"),
@@ -95,7 +94,7 @@ def test_a_script_of_each_form_sees_what_it_sees_without_the_command(tmp_path, f
     zipapp.create_archive(tmp_path / "package", tmp_path / "script.pyz")
     py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "script.pyc"))
     words = [*(["-m"] if form in ("module", "package") else []), name, "--", "--x", "-m"]
-    assert "'--', '--x', '-m'" in as_python(tmp_path, *words, text=SEEN if form in ("-", "pipe") else "")
+    assert "'--', '--x', '-m'" in as_python(tmp_path, *words, text=SEEN if form == "-" else "")
     if form in ("link", "module", "directory"):
         before = (("-P",) if sys.version_info >= (3, 11) else ("-I",)) if form != "module" else ()
         as_python(tmp_path, *words, options=before, PYTHONSAFEPATH="1" if form != "module" else "")
@@ -122,6 +121,11 @@ def test_processes_of_each_kind_find_the_script_again(tmp_path):
     (tmp_path / "script.py").write_text(CHILDREN)
     assert as_python(tmp_path, "script.py", "a").count("'a'") == 3
     assert as_python(tmp_path, "-m", "script", "a").count("'a'") == 3
+
+
+def test_a_pipe_can_be_the_script(tmp_path):
+    text = "import sys\nprint('here', __name__, sys.argv)"
+    assert outcome(tmp_path, *UNDER, "/dev/stdin", "a", text=text) == (0, "here __main__ ['/dev/stdin', 'a']\n", "")
 
 
 def test_the_clients_question_for_a_terminal_finds_the_standard_input_open(tmp_path):
