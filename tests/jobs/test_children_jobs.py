@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import flyte1_pods, flyte2_pods, jobs
+from support import jobs
 
 TRIALS = jobs.PROGRAMS / "trials.py"
 TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=1")
@@ -26,11 +26,7 @@ def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "parent"),
-    [
-        ("fork", "tracked"),
-        ("spawn", "plain"),
-        ("subprocess", "tracked"),
-    ],
+    [("fork", "tracked"), ("spawn", "plain"), ("subprocess", "tracked")],
 )
 def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: str) -> None:
     done = jobs.run([*TORCHRUN, TRIALS, how, parent], tmp_path)
@@ -47,22 +43,6 @@ def test_trials_of_the_ranks_of_mpirun(tmp_path: Path) -> None:
     assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, "fork", "plain"], tmp_path), ranks=2)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("task", ["forks", "spawns"])
-def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
-    done = flyte1_pods.run(task, tmp_path, module="flyte_children")
-    assert_a_run_for_each_trial(done)
-    is_named = [run.id.startswith(f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}-") for run in done.runs]
-    assert is_named == [task == "forks"] * 3  # one that is spawned knows nothing of the task
-
-
-@pytest.mark.wide
-def test_trials_of_a_flyte_2_pod(tmp_path: Path) -> None:
-    done = flyte2_pods.run("forks", tmp_path, inputs={"n": 1}, module="flyte2_children_pod", WANDB_MODE="offline")
-    assert_a_run_for_each_trial(done)
-    assert {run.id.rpartition("-")[0] for run in done.runs} == {"r1-a0"}
-
-
 @pytest.mark.full
 def test_a_run_id_from_the_environment_is_that_of_the_rank_and_not_of_its_children(tmp_path: Path) -> None:
     done = jobs.run([*TORCHRUN, TRIALS, "fork", "tracked"], tmp_path, {"WANDB_RUN_ID": jobs.RUN_ID})
@@ -77,34 +57,24 @@ def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path) -> 
     assert "was started by" not in done.output
 
 
-@pytest.mark.wide
-def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path) -> None:
-    """What Slurm, a debugger or a shell script start in between has the rank's variables too."""
-    wrapper = ["bash", "-c", '"$0" "$@"; exit $?']
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--no-python"), *wrapper, sys.executable]
-    done = jobs.run([*command, *jobs.train()], tmp_path)
-    assert done.returncode == 0, done.output
-    assert [run.exit_code for run in done.runs] == [0]
-    assert "was started by" not in done.output
+# What starts the rank: as `accelerate launch` and `conda run`, which have called no decorated function; as Slurm or a
+# debugger, which has the rank's variables too; a launcher in a rank of another one.
+PYTHON = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+BETWEEN = {
+    "a Python program": (2, [sys.executable, "-c", PYTHON, sys.executable]),
+    "a shell": (2, ["bash", "-c", '"$0" "$@"; exit $?', sys.executable]),
+    "torchrun": (1, jobs.torchrun("--standalone", "--nproc-per-node=2")),
+}
 
 
-@pytest.mark.wide
-def test_a_torchrun_in_a_rank_of_torchrun_has_ranks(tmp_path: Path) -> None:
-    inner = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()]
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=1", "--no-python"), *inner]
-    done = jobs.run(command, tmp_path)
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path, between: str) -> None:
+    processes, command = BETWEEN[between]
+    launcher = jobs.torchrun("--standalone", f"--nproc-per-node={processes}", "--no-python")
+    done = jobs.run([*launcher, *command, *jobs.train()], tmp_path)
     assert done.returncode == 0, done.output
     assert [run.exit_code for run in done.runs] == [0]
     assert [report["world_size"] for report in done.reports] == [2, 2]
-    assert "was started by" not in done.output
-
-
-@pytest.mark.full
-def test_a_program_that_a_python_program_starts_below_a_launcher_is_the_rank(tmp_path: Path) -> None:
-    """As `accelerate launch` and `conda run` do: they have called no decorated function."""
-    script = tmp_path / "wrapper.py"
-    script.write_text("import subprocess, sys\nsys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)\n")
-    done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), script, *jobs.train()], tmp_path)
-    assert done.returncode == 0, done.output
-    assert [run.exit_code for run in done.runs] == [0]
     assert "was started by" not in done.output

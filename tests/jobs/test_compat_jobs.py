@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from support import flyte1_pods, jobs
+from support import flyte1_pods, flyte2_pods, jobs
 from support.wandb_server import KEY, WandbServer
 
 from flyteplugins_tracking.compat import wandb as compat
 from flyteplugins_tracking.compat.wandb import wandb_config
-
-needs_flytekit = pytest.mark.skipif(
-    importlib.util.find_spec("flytekit") is None,
-    reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"',
-)
-
-needs_flyte = pytest.mark.skipif(
-    importlib.util.find_spec("flyte") is None or importlib.util.find_spec("flyteplugins.pytorch") is None,
-    reason="flyte or flyteplugins-pytorch is not installed",
-)
-
-needs_sweeps = pytest.mark.skipif(
-    importlib.util.find_spec("flyteplugins_tracking._sweeps.sweep") is None, reason="there is no tracking_sweep yet"
-)
 
 FLYTEKIT = jobs.PROGRAMS / "compat_flytekit.py"
 
@@ -47,51 +32,24 @@ def test_the_import_needs_no_vendor(tmp_path):
     assert done.returncode == 0, done.output
 
 
-@pytest.fixture(scope="module")
-def flytekit_programs(tmp_path_factory):
-    done = jobs.python(tmp_path_factory.mktemp("compat1"), FLYTEKIT, "all")
+@pytest.mark.full
+def test_flytekit_programs_have_their_runs_without_a_cluster_and_its_secret(tmp_path):
+    done = jobs.python(tmp_path, FLYTEKIT, "all")
     assert done.returncode == 0, done.output
-    return done
-
-
-@pytest.mark.wide
-@needs_flytekit
-def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit_programs):
-    directory = flytekit_programs.directory
-    stored = {run.id: run for run in flytekit_programs.runs}
-    assert len(stored) == 3  # the others have directories of their own
-    (below,), (above,) = seen(directory, "below"), seen(directory, "above")
-    assert stored[below["id"]].exit_code == 0
+    stored = {run.id: run.exit_code for run in done.runs}  # the others have directories of their own
+    (below,), (above,) = seen(tmp_path, "below"), seen(tmp_path, "above")
+    assert stored == {below["id"]: 0, "chosen": 0}
     assert above["id"] == "chosen"
-    assert not (directory / "secret-was-read").exists()  # offline, nobody needs it
-
-
-@pytest.mark.full
-@needs_flytekit
-def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs):
-    first, second = seen(flytekit_programs.directory, "elastic")
-    assert first["id"] is not None
-    assert second["id"] is None
-
-
-@pytest.mark.full
-@needs_flytekit
-def test_dir_names_a_parameter_that_is_a_directory(flytekit_programs):
-    (sync,) = seen(flytekit_programs.directory, "in_a_directory")
-    (coroutine,) = seen(flytekit_programs.directory, "async_in_a_directory")
+    assert not (tmp_path / "secret-was-read").exists()  # offline, nobody needs it
+    (sync,), (coroutine,) = seen(tmp_path, "in_a_directory"), seen(tmp_path, "async_in_a_directory")
     assert {Path(report["dir"]).parents[2].name for report in (sync, coroutine)} == {"given", "async"}
-
-
-@pytest.mark.full
-@needs_flytekit
-def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
-    first, second = seen(flytekit_programs.directory, "lazily")
+    # A directory is downloaded where there is a run.
+    first, second = seen(tmp_path, "lazily")
     assert Path(first["dir"]).parents[2].name == "downloaded-0"
     assert second["id"] is None
-    assert not (flytekit_programs.directory / "downloaded-1").exists()
+    assert not (tmp_path / "downloaded-1").exists()
 
 
-@needs_flytekit
 def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
     with WandbServer() as server:
         env = {"THE_KEY": KEY, "THE_SERVER": server.url, "WANDB_MODE": "online"}
@@ -101,35 +59,12 @@ def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
     assert (run.entity, run.project, run.exit_codes, len(run.rows)) == ("team", "tests", [0], 1)
 
 
-@needs_flytekit
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("below", "add secret_requests="),
-        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.wide),
-    ],
-)
-def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path, task, message):
-    env = flyte1_pods.environment(task, WANDB_MODE="online")
-    done = jobs.run(flyte1_pods.command(task, tmp_path, module="compat_flytekit"), tmp_path, env)
-    assert message in done.output
+def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path):
+    done = flyte1_pods.run("below", tmp_path, module="compat_flytekit", WANDB_MODE="online")
+    assert "add secret_requests=" in done.output
 
 
-@needs_flyte
-def test_quickstart(tmp_path):
-    from support import flyte2_pods
-
-    done = flyte2_pods.local("quickstart", tmp_path, **TASKS)
-    assert done.outputs is not None, done.output
-    (run,) = done.runs
-    assert json.loads(done.outputs[0]) == [run.id, "my-project", "my-team", True]
-    assert (run.exit_code, [(row["loss"], row["accuracy"]) for row in run.rows]) == (0, [(0.5, 0.9)])
-
-
-@needs_flyte
 def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path):
-    from support import flyte2_pods
-
     context = wandb_config(project="my-project", tags=["experiment-1"], run_mode="auto")
     done = flyte2_pods.local("parent", tmp_path, context=context, **TASKS)
     assert done.outputs is not None, done.output
@@ -142,10 +77,7 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
 
 
 @pytest.mark.full
-@needs_flyte
 def test_download_logs_makes_the_files_an_output(tmp_path):
-    from support import flyte2_pods
-
     done = flyte2_pods.run("logged", tmp_path, children=True, **TASKS)
     assert done.outputs == [1], done.output
     (trace,) = [path for path in flyte2_pods.base(tmp_path, "r1").iterdir() if path.name != "a0"]
@@ -153,10 +85,7 @@ def test_download_logs_makes_the_files_an_output(tmp_path):
 
 
 @pytest.mark.wide
-@needs_flyte
 def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
-    from support import flyte2_pods
-
     with WandbServer() as server:
         script = jobs.python(tmp_path / "script", jobs.PROGRAMS / "compat_tasks.py", env=server.environment)
         pod = flyte2_pods.run("downloads", tmp_path / "pod", children=True, **TASKS, **server.environment)
@@ -167,9 +96,11 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
         "no W&B run is open: pass run_id=..., or call this in a task with @wandb_init",
         "NoneType",
     ]
-    message, cause = report["unknown"]
-    assert message.startswith("W&B did not return the run 'e/p/nobody'")
-    assert cause == "CommError"
+    assert report["no sweep"][0].startswith("no W&B sweep is open")
+    for kind in ("run", "sweep"):
+        message, cause = report[f"unknown {kind}"]
+        assert message.startswith(f"W&B did not return the {kind} 'e/p/nobody'")
+        assert cause == "CommError"
     assert "summary.json" in report["open"]
     assert "metrics_history.json" not in report["open"]
     assert set(report["directory"]) == set(stored) | {"summary.json", "metrics_history.json"}
@@ -181,19 +112,7 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     assert [row["n"] for row in rows] == [1]
 
 
-@pytest.mark.wide
-def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
-    with WandbServer() as server:
-        done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
-    refused = [line.removeprefix("REFUSED ") for line in done.output.splitlines() if line.startswith("REFUSED ")]
-    assert refused[0].startswith("no W&B sweep is open"), done.output
-    assert refused[1].startswith("W&B did not return the sweep 'e/p/nobody'"), done.output
-    assert refused[1].endswith("BY CommError")
-
-
 @pytest.mark.full
-@needs_flyte
-@needs_sweeps
 def test_a_sweep_runs_its_trials(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_sweep.py", env=server.environment)
@@ -221,32 +140,15 @@ def peers_blocks() -> list[str]:
 
 
 @pytest.mark.full
-@needs_flyte
 def test_the_blocks_of_the_peers_readme_run(tmp_path):
     blocks = [block for block in peers_blocks() if "wandb_sweep" not in block]
-    tasks, server = run_readme(blocks, tmp_path)
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_readme.py", json.dumps(blocks), env=server.environment)
+    assert done.returncode == 0, done.output
+    tasks = json.loads(done.output.partition("TASKS ")[2].splitlines()[0])
     assert len(tasks) >= 11
     tracked = sum(len(names) for names in tasks)
     assert tracked >= 9
     assert [run.exit_codes for run in server.runs] == [[0]] * len(server.runs)
     assert len(server.runs) >= tracked
     assert ("my-team", "my-project") in {(run.entity, run.project) for run in server.runs}
-
-
-@pytest.mark.wide
-@needs_flyte
-@needs_sweeps
-def test_the_blocks_of_the_peers_readme_about_sweeps_run(tmp_path):
-    tasks, server = run_readme([block for block in peers_blocks() if "wandb_sweep" in block], tmp_path)
-    assert ["run_sweep"] in tasks
-    (sweep,) = server.sweeps
-    trials = [run for run in server.runs if run.sweep == sweep.id]
-    assert [trial.exit_codes for trial in trials] == [[0]] * 10
-
-
-def run_readme(blocks: list[str], directory: Path) -> tuple[list[list[str]], WandbServer]:
-    """Run `blocks` against a server: the tasks of each block, and the server with what it has got."""
-    with WandbServer() as server:
-        done = jobs.python(directory, jobs.PROGRAMS / "compat_readme.py", json.dumps(blocks), env=server.environment)
-    assert done.returncode == 0, done.output
-    return json.loads(done.output.partition("TASKS ")[2].splitlines()[0]), server

@@ -164,27 +164,6 @@ def check_runs(job: Job, runs: dict[str, Kept], mode: str, scope: str) -> None:
         assert runs[run_id].config["tracking_init"]["world_size"] == RANKS
 
 
-@default_for()
-def test_the_last_rank_can_be_the_primary(backend, tmp_path):
-    job = Job(backend, tmp_path, "last rank")
-    done = job.ended()
-    assert done.returncode == 0, done.output
-    runs = {run.id: run for run in job.runs}
-    in_auto = sorted(
-        (line[2], int(line[3])) for line in job.notes() if line[:2] == ["ran", "auto"] and line[4] == "True"
-    )
-    assert in_auto == [("global", RANKS - 1), ("worker", RANKS - 1)]
-    assert set(runs) == {f"{mode}-{scope}" for mode in ("auto", "shared") for scope in ("global", "worker-worker-0")}
-    logged: Counter[tuple[str, int]] = Counter()
-    for run_id, run in runs.items():
-        writers = range(RANKS) if run_id.startswith("shared") else [RANKS - 1]
-        assert {key for key, _ in run.points} == {f"rank{rank}" for rank in writers}
-        assert set(run.points.values()) == {1}
-        assert (run.status, run.ends or 1, run.config["primary"]) == ("finished", 1, RANKS - 1)
-        logged += run.points
-    assert logged == job.logged() == job.logged("logs")
-
-
 @default_for(full=("mlflow",))  # the fault matrix has a restart
 def test_a_restart_continues_the_run(backend, tmp_path):
     job = Job(backend, tmp_path, "restart", "--max-restarts=1")

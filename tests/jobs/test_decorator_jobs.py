@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from support import jobs
 from support.wandb_server import WandbServer
 
-from flyteplugins_tracking import (
-    get_run,
-    tracking_init,
-)
+from flyteplugins_tracking import get_run, request_stop, should_stop, tracking_init
 from flyteplugins_tracking.testing import RecordingTracker
 
 
@@ -79,9 +79,41 @@ def test_a_function_that_outlives_the_one_around_it_has_an_open_run(tmp_path):
     assert {(run.id == "outer", run.exit_code) for run in done.runs} == {(True, 1), (False, 0)}
 
 
+@pytest.mark.full
 def test_sigterm_ends_a_run_that_its_opener_has_left(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "signal_runs.py", "joined_async", env=server.environment)
         run = server.run("outer")
     assert done.returncode == 143, done.output
     assert ([row["x"] for row in run.rows], run.exit_codes[-1], run.completed) == ([0, 1], 143, True)
+
+
+def test_the_next_job_goes_on_in_the_run_of_one_that_was_stopped_and_not_of_one_that_returned(
+    tmp_path, bare_environment
+):
+    @tracking_init(tracker=RecordingTracker(), run_file=tmp_path / "run.json")
+    def train(is_stopped):
+        if is_stopped:
+            request_stop("the test")
+        while is_stopped and not should_stop():
+            time.sleep(0.01)
+
+    train(True)
+    train(False)
+    files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run.json*")) if path.suffix != ".lock"]
+    assert [file["has_ended"] for file in files] == [False, True]
+
+
+def test_the_same_rank_of_two_jobs_with_one_id_writes_to_two_shared_runs(bare_environment):
+    """Each thread is in a job of its own here. The primaries have locked the run, as other processes."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        bare_environment.setenv(name, value)
+
+    @tracking_init(tracker=RecordingTracker(), id="same", run_mode="shared")
+    def train(inside):
+        return get_run().id, inside()
+
+    with ThreadPoolExecutor(1) as other:
+        first, (second, _) = train(lambda: other.submit(train, lambda: None).result())
+    assert first == "same"
+    assert second.startswith("same-")

@@ -68,9 +68,10 @@ SUFFIXES = {"auto": [""], "new": ["-rank-0", "-rank-1"], "shared": [""]}
 
 
 @pytest.mark.sampled_full(1)
-@pytest.mark.crossed
-@pytest.mark.parametrize("run_mode", SUFFIXES)
-@pytest.mark.parametrize(("backend", "processes"), [("etcd-v2", [2]), ("etcd-v2", [1, 1]), ("etcd", [2])])
+@pytest.mark.parametrize(
+    ("backend", "processes", "run_mode"),
+    [("etcd-v2", [1, 1], "auto"), ("etcd-v2", [2], "new"), ("etcd", [2], "shared")],
+)
 def test_the_ranks_agree_on_an_id_and_keep_it_over_a_restart(
     etcd: str, tmp_path: Path, backend: str, processes: list[int], run_mode: str
 ) -> None:
@@ -91,11 +92,3 @@ def test_another_start_has_another_id(etcd: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.output
     ids = {report["run_id"] for name in ("first", "second") for report in jobs.Done(0, "", tmp_path / name).reports}
     assert len(ids - {None}) == 2
-
-
-@pytest.mark.sampled_full(1)
-@pytest.mark.parametrize("run_mode", ["new", "shared"])
-def test_the_older_client_on_two_nodes_shares_no_store_which_is_told(etcd: str, tmp_path: Path, run_mode: str) -> None:
-    done = run(etcd, tmp_path, "etcd", [1, 1], tracking={"project": "p", "run_mode": run_mode})
-    assert done.returncode != 0
-    assert "no run id that all 2 nodes agree on: torchelastic offers none. Pass id=..." in done.output

@@ -34,11 +34,12 @@ NEVER_LOADED = [
 ]
 
 
+@pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 @pytest.mark.parametrize(
     ("tracker", "first"),
-    [("wandb", []), ("pluto", []), ("mlflow", []), ("trackio", []), ("wandb", ["torch.distributed"])],
+    [("wandb", []), ("wandb", ["torch.distributed"]), ("pluto", []), ("mlflow", []), ("trackio", [])],
 )
 def test_a_rank_without_a_run_starts_and_opens_nothing(tmp_path, tracker, first):
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from support import jobs
 
-PROGRAM = jobs.PROGRAMS / "hanging_ranks.py"
+PROGRAM = str(jobs.PROGRAMS / "hanging_ranks.py")
 TIMEOUT_S = 2.5
 HANG_S = 3.5 * TIMEOUT_S
-
-
-def hang(directory: Path, how: str) -> jobs.Done:
-    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--monitor-interval=0.1")
-    command = [sys.executable] if how == "alone" else torchrun
-    return jobs.run([*command, str(PROGRAM), how, str(TIMEOUT_S), str(HANG_S)], directory)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +21,9 @@ def hang(directory: Path, how: str) -> jobs.Done:
     ],
 )
 def test_the_run_and_the_log_say_once_where_the_ranks_are(tmp_path, how, rank_1):
-    done = hang(tmp_path, how)
+    """And nothing of an evaluation before, which calls `heartbeat`."""
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--monitor-interval=0.1")
+    done = jobs.run([*torchrun, PROGRAM, how, str(TIMEOUT_S), str(HANG_S)], tmp_path)
     assert done.returncode == 0, done.output
     (run,) = done.runs
     verdict = run.summary["hang/verdict"]
@@ -46,19 +40,3 @@ def test_the_run_and_the_log_say_once_where_the_ranks_are(tmp_path, how, rank_1)
         )
     assert run.exit_code == 0
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
-
-
-@pytest.mark.full
-def test_nothing_is_reported_while_an_evaluation_calls_heartbeat(tmp_path):
-    done = hang(tmp_path, "evaluates")
-    assert done.returncode == 0, done.output
-    assert "no progress" not in done.output
-    assert "hang/verdict" not in done.runs[0].summary
-
-
-@pytest.mark.wide
-def test_a_process_alone_says_where_it_is(tmp_path):
-    done = hang(tmp_path, "alone")
-    assert done.returncode == 0, done.output
-    (run,) = done.runs
-    assert run.summary["hang/verdict"].startswith(f"no progress for {TIMEOUT_S:g} s: rank 0 at hanging_ranks.py:")

@@ -31,8 +31,9 @@ def values(run: RecordedRun) -> list[object]:
     return [row["x"] for row in run.rows]
 
 
+@pytest.mark.sampled_full(1)
 @pytest.mark.full
-@pytest.mark.parametrize("imports", ["early", "late"])
+@pytest.mark.parametrize("imports", ["late", "early"])
 def test_an_inner_init_describes_the_run_and_returns_one_without_effect_on_other_ranks(tmp_path, imports):
     with WandbServer() as server:
         done = run(server, tmp_path, "describes", 2, IMPORTS=imports)

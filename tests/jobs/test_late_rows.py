@@ -81,7 +81,7 @@ train()
 """
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["offline", pytest.param("online", marks=pytest.mark.wide)])
 def test_rows_behind_the_end_of_a_run_have_their_steps(tmp_path, mode):
     """The program's handler lets the function go on. The row that was open at the end is complete."""
     (tmp_path / "script.py").write_text(BEHIND_ITS_END)

@@ -1,6 +1,7 @@
 """A script without a function, whose training is in a `with tracking_run(...)`: its last argument is a JSON object.
 
-Keys: `how`: "with", or a way in which `WAYS` enters the block. `end`: {rank: "raise", "exit" or "hang"}.
+Keys: `how`: "with", a way in which `WAYS` enters the block, or "each": one way after the other. `end`: {rank: "raise",
+"exit" or "hang"}.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pathlib import Path
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init, tracking_run
 
 SETTINGS = json.loads(sys.argv[-1])
-ARGUMENTS = {"project": "p"}
+ARGUMENTS = {"project": "p"}  # and the name of the way
 
 
 def body(run):
@@ -46,13 +47,13 @@ def in_async():
 def in_threads():
     """Two blocks at the same time are two runs."""
 
-    def train(name):
-        with tracking_run(**ARGUMENTS, name=name) as run:
+    def train():
+        with tracking_run(**ARGUMENTS) as run:
             barrier.wait()
             body(run)
 
     barrier = threading.Barrier(2)
-    threads = [threading.Thread(target=train, args=(name,)) for name in ("a", "b")]
+    threads = [threading.Thread(target=train) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -67,15 +68,6 @@ def in_a_generator():
 
     with trained() as run:
         body(run)
-
-
-def in_a_generator_that_is_left():
-    def rows():
-        with tracking_run(**ARGUMENTS) as run:
-            body(run)
-            yield
-
-    next(rows())
 
 
 def around_a_function():
@@ -103,17 +95,11 @@ def one_after_the_other():
             body(run)
 
 
-def again():
-    block = tracking_run(**ARGUMENTS)
-    with block as run:
-        body(run)
-    with block:
-        pass
-
-
-WAYS = {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")}
-if SETTINGS["how"] != "with":
-    WAYS[SETTINGS["how"]]()
-else:
+WAYS = (in_async, in_threads, in_a_generator, around_a_function, in_a_function, one_after_the_other)
+for way in WAYS:
+    if SETTINGS["how"] in ("each", way.__name__):
+        ARGUMENTS["name"] = way.__name__
+        way()
+if SETTINGS["how"] == "with":
     with tracking_run(**ARGUMENTS) as the_run:
         body(the_run)

@@ -8,7 +8,6 @@ from typing import Any
 
 from flytekit import Secret, task, workflow
 from flytekit.types.directory import FlyteDirectory
-from flytekitplugins.kfpytorch import Elastic
 
 from flyteplugins_tracking.compat.wandb import get_wandb_run, wandb_init
 
@@ -43,12 +42,6 @@ def above(n: int) -> str:
     return training("above")
 
 
-@task(task_config=Elastic(nnodes=1, nproc_per_node=2, increase_shared_mem=False, monitor_interval=1))
-@wandb_init(secret=KEY, **WHERE)
-def elastic(n: int) -> str:
-    return training("elastic")
-
-
 @task
 @wandb_init(secret=KEY, dir="directory", **WHERE)
 def in_a_directory(directory: FlyteDirectory, n: int) -> str:
@@ -65,7 +58,6 @@ async def async_in_a_directory(directory: FlyteDirectory) -> str:
 def pipeline(directory: FlyteDirectory) -> str:
     below(n=1)
     above(n=1)
-    elastic(n=1)
     return in_a_directory(directory=directory, n=1)
 
 

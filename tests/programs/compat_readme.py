@@ -16,11 +16,8 @@ import torch.distributed
 import wandb
 from flyte._task import TaskTemplate
 from flyteplugins.pytorch import Elastic
-from wandb.agents.pyagent import Agent
 
 from flyteplugins_tracking.compat import wandb as compat
-
-Agent.HEARTBEAT_SLEEP_SECONDS = 0.1  # between two trials; 5 unless set
 
 
 class Loss(float):
@@ -49,19 +46,9 @@ def given() -> dict[str, Any]:
         "multi_node_env": nodes,
         "dist": SimpleNamespace(get_rank=lambda: 0),
         "dist_info": {"worker_index": 0},
-        "train": lambda lr, batch_size: None,
         "my_task": env.task(any_task),
-        "run_sweep": env.task(any_task),
         "child_task": env.task(child_task),
     }
-
-
-def context_of(block: str) -> dict[str, str]:
-    if "wandb_sweep\n" not in block:
-        return {}
-    parameters = {"lr": {"min": 1e-5, "max": 1e-2}, "batch_size": {"values": [16, 32]}}
-    metric = {"name": "loss", "goal": "minimize"}
-    return dict(compat.wandb_sweep_config(method="random", metric=metric, parameters=parameters))
 
 
 def run_block(block: str) -> list[str]:
@@ -74,7 +61,7 @@ def run_block(block: str) -> list[str]:
     own = {name: value for name, value in names.items() if value is not before.get(name)}
     tasks = {name: value for name, value in own.items() if isinstance(value, TaskTemplate)}
     for task in tasks.values():
-        flyte.with_runcontext(mode="local", custom_context=context_of(block)).run(task)
+        flyte.with_runcontext(mode="local").run(task)
     return list(tasks)
 
 

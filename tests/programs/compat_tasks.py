@@ -9,9 +9,9 @@ from typing import Any
 import flyte
 
 from flyteplugins_tracking.compat.wandb import (
-    Wandb,
     download_wandb_run_dir,
     download_wandb_run_logs,
+    download_wandb_sweep_dirs,
     get_wandb_context,
     get_wandb_run,
     get_wandb_run_dir,
@@ -27,16 +27,9 @@ def seen(tag: str, **more: Any) -> None:
     Path(DIRECTORY, f"{tag}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(more))
 
 
-@wandb_init(project="my-project", entity="my-team")
-@env.task
-def quickstart(n: int) -> str:
-    run = get_wandb_run()
-    run.log({"loss": 0.5, "accuracy": 0.9})
-    return json.dumps([run.id, run.project, run.entity, get_wandb_run_dir() == run.dir])
-
-
 def told() -> list[Any]:
     run, context = get_wandb_run(), get_wandb_context()
+    assert get_wandb_run_dir() == run.dir
     return [run.id, run.project, list(run.tags or ()), context and [context.project, context.tags, context.run_mode]]
 
 
@@ -61,11 +54,6 @@ async def parent(n: int) -> str:
     with wandb_config(project="override-project", tags=["overridden"]):
         own = json.loads(await independent(n))
     return json.dumps([told(), joined, own])
-
-
-@env.task(links=[Wandb(project="p", entity="e", id="mine")])
-def linked(n: int) -> int:
-    return n
 
 
 @wandb_init(download_logs=True)
@@ -94,10 +82,15 @@ async def downloads(n: int) -> str:
 def download_everything() -> None:
     """Outside of Flyte: the errors, the run that is open, and one that is over."""
     errors = {}
-    for name, run_id in (("none", None), ("unknown", "nobody")):
+    for name, download, given in (
+        ("none", download_wandb_run_dir, None),
+        ("unknown run", download_wandb_run_dir, "nobody"),
+        ("no sweep", download_wandb_sweep_dirs, None),
+        ("unknown sweep", download_wandb_sweep_dirs, "nobody"),
+    ):
         try:
             with wandb_config(project="p", entity="e"):
-                download_wandb_run_dir(run_id)
+                download(given)
         except RuntimeError as error:
             errors[name] = [str(error), type(error.__cause__).__name__]
 

@@ -60,8 +60,8 @@ def modes() -> None:
     failing()
 
 
-def in_mode(mode: str, scope: str, **more: object) -> None:
-    @tracking_init(**{**TRACKING, **more}, run_mode=mode, rank_scope=scope, id=f"{mode}-{scope}")
+def in_mode(mode: str, scope: str) -> None:
+    @tracking_init(**TRACKING, run_mode=mode, rank_scope=scope, id=f"{mode}-{scope}")
     def train() -> None:
         first = numbers.__reduce__()[-1]
         log(ROWS.get(mode, 5))
@@ -71,13 +71,6 @@ def in_mode(mode: str, scope: str, **more: object) -> None:
         getattr(run, "finish", lambda: None)()  # as a framework would: the run is not its to end
 
     train()
-
-
-def last_rank() -> None:
-    """The primary is the last rank, whose config counts."""
-    for mode in ("auto", "shared"):
-        for scope in ("global", "worker"):
-            in_mode(mode, scope, primary_rank=-1, config={"primary": rank()})
 
 
 @tracking_init(**TRACKING, id="pulse", pulse_s=0.2)
@@ -131,7 +124,6 @@ def wait_for(line: str) -> None:
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     "modes": modes,
-    "last rank": last_rank,
     "pulse": pulse,
     "restart": restarted,
     "sigterm": looping,

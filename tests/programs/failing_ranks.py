@@ -1,6 +1,6 @@
 """A training whose ranks end as the argument, a JSON object, says: the others go on until they are ended, or 60 s.
 
-Keys: `how`: {rank: "raise", "exit 7", "interrupt", "kill", "sys.exit TEXT", "sys.exit 0", "handled", "base" or
+Keys: `how`: {rank: "raise", "exit 7", "interrupt", "kill", "sys.exit TEXT", "sys.exit 0", "handled" or
 "lingering"}; `winner`: a rank that returns when all of them have ended so; `fail_attempts`: `how` holds for the
 attempts below it; `collectives`: whether each step has one; `torch`: whether each rank imports it; `while_opening`:
 whether a rank ends while rank 0 opens its run; `tracking`: the decorator's arguments.
@@ -99,10 +99,6 @@ def step() -> None:
     time.sleep(0.05)
 
 
-class Stop(BaseException):
-    """As pytest's own, for one."""
-
-
 def end(how: str) -> None:
     info = get_distributed_info()
     pid = Path(DIRECTORY, f".failing-{info and info.rank}")
@@ -110,8 +106,6 @@ def end(how: str) -> None:
     pid.rename(pid.with_name(pid.name[1:]))
     if how in ("raise", "handled", "lingering"):
         raise ValueError("made to fail")
-    if how == "base":
-        raise Stop("made to stop")
     if how.startswith("sys.exit "):
         sys.exit({"0": 0, "7": 7}.get(how.removeprefix("sys.exit "), how.removeprefix("sys.exit ")))
     if how == "exit 7":

@@ -4,10 +4,9 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 
-def main(module: str, task: str, name: str, directory: str, context: dict[str, str], inputs: dict[str, Any]) -> None:
+def main(module: str, task: str, name: str, directory: str, context: dict[str, str]) -> None:
     import flyte
 
     sys.path.insert(0, ".")
@@ -16,7 +15,7 @@ def main(module: str, task: str, name: str, directory: str, context: dict[str, s
         mode="local", name=name, custom_context=context, raw_data_path=str(Path(directory, "raw"))
     )
     runner._metadata_path = str(Path(directory, "metadata"))  # elsewhere it is shared by all runs of a name
-    run = runner.run(getattr(importlib.import_module(module), task), **inputs)
+    run = runner.run(getattr(importlib.import_module(module), task), n=1)
     Path(directory, "outputs.json").write_text(json.dumps(list(run.outputs()), default=str))
 
 

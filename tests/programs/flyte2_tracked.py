@@ -132,15 +132,6 @@ def second_attempt(n: int) -> str:
 
 @tracked
 @env.task
-def waits(n: int) -> str:
-    training("waits")
-    Path(DIRECTORY, "waiting").touch()
-    time.sleep(60)
-    return ""
-
-
-@tracked
-@env.task
 def changer(n: int) -> str:
     get_run().config.update({"child": n})
     return get_run().id
@@ -178,31 +169,6 @@ def owner(n: int) -> str:
 @env.task
 def offline_parent(n: int) -> str:
     return plain(n)
-
-
-@tracked
-@env.task
-async def late(n: int) -> str:
-    """Logs when the task that has called it is over, in local mode."""
-    await asyncio.sleep(2 * n)
-    return training("late")
-
-
-@tracked
-@env.task
-async def failing_parent(n: int) -> str:
-    get_run().log({"parent": 0})
-    await asyncio.gather(late(n), fails.aio(n))
-    return ""
-
-
-@env.task
-async def survivor(n: int) -> str:
-    try:
-        await failing_parent(n)
-    except Exception:
-        await asyncio.sleep(6)
-    return "survived"
 
 
 def one_process() -> None:
@@ -243,28 +209,10 @@ def downloaded(n: int) -> str:
     return training("downloaded")
 
 
-@tracking_init(project="tests", download_logs=True)
-@env.task
-async def async_downloaded(n: int) -> str:
-    return training("async_downloaded")
-
-
-@env.task
-def configured(n: int) -> str:
-    with tracking_config(project="block", tags=["b"]):
-        return bare(n)
-
-
 @tracking_init
 @env.task
 def bare(n: int) -> str:
     return training("bare")
-
-
-@tracking_init(project="decorator", config={"lr": 2}, run_mode="auto")
-@env.task
-def decorated(n: int) -> str:
-    return training("decorated")
 
 
 def links(task: Any, context: dict[str, str] | None = None, action: str = "{{.actionName}}") -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 import json
 import os
-import time
 
 import flyte
 from flyte2_elastic import Elastic
-from flyte2_tracked import DIRECTORY, env, new, plain, shared, tracked, training, untracked
+from flyte2_tracked import env, new, plain, shared, tracked, training, untracked
 
 from flyteplugins_tracking import get_run, tracking_init
 
@@ -27,12 +26,6 @@ restarting = flyte.TaskEnvironment(
 @elastic.task
 def workers(n: int) -> str:
     return training("workers")
-
-
-@tracking_init(project="tests", run_mode="shared")
-@elastic.task
-def shared_workers(n: int) -> str:
-    return training("shared_workers")
 
 
 @tracking_init(project="tests", rank_scope="worker")
@@ -65,33 +58,12 @@ def parent(n: int) -> str:
 
 
 @tracked
-@elastic.task
-def failing_workers(n: int) -> str:
-    if training("failing_workers"):
-        raise ValueError("made to fail")
-    time.sleep(60)
-    return ""
-
-
-@tracked
 @restarting.task
 def restarted_workers(n: int) -> str:
     run_id = training("restarted_workers")
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0 and run_id:
         raise ValueError("the first attempt fails")
     return run_id
-
-
-@tracked
-@elastic.task
-def dying_peer(n: int) -> str:
-    training("dying_peer")
-    if os.environ["RANK"] == "1":
-        while len(list(DIRECTORY.glob("dying_peer-*"))) < 2:
-            time.sleep(0.1)
-        os._exit(9)
-    time.sleep(60)
-    return ""
 
 
 @tracking_init(project="tests", download_logs=True)

@@ -1,7 +1,4 @@
-"""Pickles a tracked function of `__main__` in a process that has imported flytekit.
-
-Argument: `pickle`, `multiprocessing` (by name), `cloudpickle`, or `registered` (by value, from an imported module).
-"""
+"""Pickles a tracked function of `__main__` in a process that has imported flytekit: by name, and by value."""
 
 import pickle
 import subprocess
@@ -27,22 +24,16 @@ def call_elsewhere(function: Any) -> None:
     assert done.returncode == 0
 
 
-def main(how: str) -> None:
-    assert type(train).__name__ == "TaskFunction"
-    if how == "pickle":
-        assert pickle.loads(pickle.dumps(train)) is train
-    elif how == "multiprocessing":
-        assert pickle.loads(ForkingPickler.dumps(train)) is train
-    elif how == "cloudpickle":
-        call_elsewhere(train)
-    elif how == "registered":
-        import flyte_pickling
+def main() -> None:
+    import flyte_pickling
 
-        cloudpickle.register_pickle_by_value(flyte_pickling)
-        call_elsewhere(flyte_pickling.train)
-    else:
-        raise SystemExit(f"{how} is no way to pickle")
+    assert type(train).__name__ == "TaskFunction"
+    assert pickle.loads(pickle.dumps(train)) is train
+    assert pickle.loads(ForkingPickler.dumps(train)) is train
+    call_elsewhere(train)
+    cloudpickle.register_pickle_by_value(flyte_pickling)
+    call_elsewhere(flyte_pickling.train)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

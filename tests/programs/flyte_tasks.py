@@ -154,11 +154,7 @@ def serialized(entity: Any) -> dict[str, str]:
     return dict(spec.template.config)
 
 
-def main() -> None:
+if __name__ == "__main__":
     all_in_process(n=1)
     asyncio.run(async_below(n=1))
     asyncio.run(async_above(n=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """Flyte 1 tasks with workers: as those of `flyte_tasks.py`."""
 
-import sys
-
 from flyte_tasks import training
 from flytekit import task, workflow
 from flytekitplugins.kfpytorch import Elastic
@@ -36,14 +34,6 @@ def fork_below(n: int) -> str:
 @task(task_config=fork)
 def fork_above(n: int) -> str:
     return training("fork_above")
-
-
-@tracking_init(project="tests")
-@task(task_config=spawn)
-def failing(n: int) -> str:
-    if training("failing"):  # the rank that has a run
-        raise ValueError("made to fail")
-    return ""
 
 
 @tracking_init(project="tests", rank_scope="worker")
@@ -89,13 +79,6 @@ def elastic_again(n: int) -> str:
     return fork_below(n=n)
 
 
-def main() -> None:
-    if "elastic" in sys.argv:
-        elastic(n=1)
-        elastic_again(n=1)
-    if "failing" in sys.argv:
-        failing(n=1)
-
-
 if __name__ == "__main__":
-    main()
+    elastic(n=1)
+    elastic_again(n=1)

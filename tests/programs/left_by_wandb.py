@@ -120,17 +120,12 @@ def log_resaved() -> None:
     time.sleep(1)
 
 
-def log_alert() -> None:
-    log_rows()
-    get_run().alert("title", f"of attempt {NUMBER}")
-    time.sleep(1)
-
-
 def log_named() -> None:
     log_rows()
     if os.environ.get("RANK", "0") == "0":
         get_run().name = "renamed"
         get_run().config["late"] = 1
+        get_run().alert("title", f"of attempt {NUMBER}")
     time.sleep(1)
 
 
@@ -154,12 +149,6 @@ def log_set_when_dead() -> None:
     Path("saved.txt").write_text("saved")
     run.save("saved.txt", policy="now")
     run.log({"row": 1000 * NUMBER + ROWS + 1})
-
-
-def log_preempting() -> None:
-    log_rows()
-    get_run().mark_preempting()
-    time.sleep(1)
 
 
 def log_listed() -> None:

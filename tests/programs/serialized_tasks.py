@@ -4,5 +4,5 @@ import cloudpickle
 import flyte_tasks
 import flyte_workers
 
-for task in (flyte_workers.spawn_below, flyte_tasks.with_secret, flyte_workers.failing):
+for task in (flyte_workers.spawn_below, flyte_tasks.with_secret, flyte_workers.spawn_above):
     print(flyte_tasks.serialized(task), cloudpickle.dumps(task), repr(task.task_function))

@@ -24,8 +24,6 @@ class Error:
     """The error that a failed task left in `error.pb`."""
 
     code: str
-    kind: str
-    recoverable: bool
     message: str
 
 
@@ -75,13 +73,12 @@ def run(
     run: str = "r1",
     action: str = "a0",
     context: Mapping[str, str] | None = None,
-    inputs: Mapping[str, Any] | None = None,
     module: str = "flyte2_tracked",
     children: bool = False,
     **env: str,
 ) -> Ended:
     """Run one pod to its end. With `children` its child tasks are pods too; without, it has no controller."""
-    pod = start(task, directory, attempt, run, action, context, inputs, module, children, **env)
+    pod = start(task, directory, attempt, run, action, context, module, children, **env)
     return ended(jobs.finish(pod, directory), attempt, run, action)
 
 
@@ -92,7 +89,6 @@ def start(
     run: str = "r1",
     action: str = "a0",
     context: Mapping[str, str] | None = None,
-    inputs: Mapping[str, Any] | None = None,
     module: str = "flyte2_tracked",
     children: bool = False,
     node: int = 0,
@@ -101,7 +97,7 @@ def start(
     """Start one pod, for a test that does something to it: `ended` reads what it left."""
     where = base(directory, run) / action
     Path(where, str(attempt + 1)).mkdir(parents=True, exist_ok=True)
-    Path(where, "inputs.pb").write_bytes(serialized(inputs or {"n": 1}, context or {}))
+    Path(where, "inputs.pb").write_bytes(serialized(context or {}))
     place_code(directory)
     variables = {
         **flyte2_pod.pod_environment(run, action, attempt, node),
@@ -113,11 +109,11 @@ def start(
     return jobs.start(command(task, directory, attempt, run, action, module), directory, variables)
 
 
-def nodes(task: str, directory: Path, count: int = 2, timeout_s: float = 240, **options: Any) -> Ended:
+def nodes(task: str, directory: Path, count: int = 2, **options: Any) -> Ended:
     """The pods of one Elastic task, each a node; they share the place of their outputs, as on a cluster."""
     endpoint = f"127.0.0.1:{jobs.free_port()}"
     pods = [start(task, directory, node=node, PET_RDZV_ENDPOINT=endpoint, **options) for node in range(count)]
-    done = [jobs.finish(pod, directory, timeout_s) for pod in pods]
+    done = [jobs.finish(pod, directory, 240) for pod in pods]
     both = jobs.Done(max(d.returncode for d in done), "\n".join(d.output for d in done), directory)
     return ended(both, options.get("attempt", 0), options.get("run", "r1"), options.get("action", "a0"))
 
@@ -127,7 +123,6 @@ def local(
     directory: Path,
     run: str = "r1",
     context: Mapping[str, str] | None = None,
-    inputs: Mapping[str, Any] | None = None,
     module: str = "flyte2_tracked",
     **env: str,
 ) -> Ended:
@@ -135,7 +130,7 @@ def local(
     directory.mkdir(parents=True, exist_ok=True)
     place_code(directory)
     arguments = {"module": module, "task": task, "name": run, "directory": str(directory)}
-    given = json.dumps({**arguments, "context": dict(context or {}), "inputs": dict(inputs or {"n": 1})})
+    given = json.dumps({**arguments, "context": dict(context or {})})
     done = jobs.python(directory, LOCAL, given, env={"PYTHONPATH": jobs.search_path(jobs.PROGRAMS), **env})
     outputs = directory / "outputs.json"
     return Ended(
@@ -149,8 +144,6 @@ def local(
 
 def ended(done: jobs.Done, attempt: int = 0, run: str = "r1", action: str = "a0") -> Ended:
     """`done` with what an action's attempt left behind: of a child too, whose action is a directory of the run."""
-    from flyteidl2.core.execution_pb2 import ExecutionError
-
     errors_pb2 = flyte2_pod.errors_pb2()
     where = base(done.directory, run) / action / str(attempt + 1)
     outputs, error = where / "outputs.pb", where / "error.pb"
@@ -158,8 +151,7 @@ def ended(done: jobs.Done, attempt: int = 0, run: str = "r1", action: str = "a0"
     values = outputs_at(where) if outputs.exists() else None
     if error.exists():
         found = errors_pb2.ErrorDocument.FromString(error.read_bytes()).error
-        kind = ExecutionError.ErrorKind.Name(found.origin)
-        failure = Error(found.code, kind, found.kind == errors_pb2.ContainerError.RECOVERABLE, found.message)
+        failure = Error(found.code, found.message)
     return Ended(done.returncode, done.output, done.directory, outputs=values, error=failure)
 
 
@@ -170,21 +162,15 @@ def outputs_at(where: Path) -> list[Any]:
     return [native(named.value) for named in Outputs.FromString(Path(where, "outputs.pb").read_bytes()).literals]
 
 
-def serialized(inputs: Mapping[str, Any], context: Mapping[str, str]) -> bytes:
-    """`inputs.pb`: the values as the SDK converts them, and the context that the run was started with."""
+def serialized(context: Mapping[str, str]) -> bytes:
+    """`inputs.pb`: `n` as the SDK converts it, and the context that the run was started with."""
     from flyte.types import TypeEngine
     from flyteidl2.core.literals_pb2 import KeyValuePair
     from flyteidl2.task.common_pb2 import Inputs, NamedLiteral
 
-    async def literals() -> list[NamedLiteral]:
-        named = []
-        for name, value in inputs.items():
-            literal = await TypeEngine.to_literal(value, type(value), TypeEngine.to_literal_type(type(value)))
-            named.append(NamedLiteral(name=name, value=literal))
-        return named
-
+    literal = asyncio.run(TypeEngine.to_literal(1, int, TypeEngine.to_literal_type(int)))
     pairs = [KeyValuePair(key=key, value=value) for key, value in context.items()]
-    serialized: bytes = Inputs(literals=asyncio.run(literals()), context=pairs).SerializeToString()
+    serialized: bytes = Inputs(literals=[NamedLiteral(name="n", value=literal)], context=pairs).SerializeToString()
     return serialized
 
 
