@@ -417,3 +417,56 @@ def test_a_watcher_tells_the_end_of_the_attempt_that_logged_last(tmp_path):
             wait_until(lambda: server.run("run").exit_codes[-1] == 143, watcher)
         finally:
             jobs.kill(watcher)
+
+
+@pytest.mark.wide
+def test_a_watcher_sends_the_rows_behind_a_damaged_block_and_none_twice(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "axis", "kill", 0, {"WANDB_MODE": "offline"})
+        (directory,) = (tmp_path / "wandb").glob("offline-run-*")
+        (file,) = directory.glob("*.wandb")
+        for journal in directory.glob("*.journal.*"):
+            journal.unlink()
+        with file.open("ab") as end:
+            end.write(bytes(40_000))
+        watching = [*SEND[:-1], "--watch", "--interval", "0.2", "--killed-after", "20", "wandb"]
+        watcher = jobs.start(watching, tmp_path, server.environment)
+        try:
+            wait_until(lambda: server.runs and len(server.run("run").rows) == 20, watcher)
+            time.sleep(40)
+            assert len(server.run("run").rows) == 20
+            assert len(server.run("run").upserts) < 5
+        finally:
+            jobs.kill(watcher)
+
+
+FULL_DISK = """
+import errno, sys
+from pathlib import Path
+from flyteplugins_tracking.__main__ import main
+from flyteplugins_tracking.trackers.wandb import sender
+saves = sender.save_again
+def save_again(*args):
+    if Path("full").exists():
+        raise OSError(errno.ENOSPC, "No space left on device", "files")
+    return saves(*args)
+sender.save_again = save_again
+sys.exit(main())
+"""
+
+
+@pytest.mark.wide
+def test_a_watcher_whose_disk_is_full_when_a_job_ends_ends_the_run_when_there_is_space(tmp_path):
+    (tmp_path / "full").touch()
+    with WandbServer() as server:
+        command = [sys.executable, "-c", FULL_DISK, "send", "--watch", "--interval", "0.2", "--killed-after", "2", "."]
+        watcher = jobs.start(command, tmp_path, server.environment)
+        try:
+            log(tmp_path, server, "saved", "raise", env={"WANDB_MODE": "offline"})
+            server.wait_for(lambda: server.runs and len(server.run("run").upserts) > 2, 120)
+            (tmp_path / "full").unlink()
+            wait_until(lambda: server.run("run").state == "failed", watcher)
+        finally:
+            jobs.kill(watcher)
+        assert numbers(server.run("run")) == expected(0)
+        assert "saved-0.txt" in server.run("run").files
