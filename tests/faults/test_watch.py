@@ -246,28 +246,6 @@ def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_pa
 
 
 @pytest.mark.wide
-def test_a_run_of_another_tracker_stops_no_run_of_wandb_and_is_sent_by_send_meanwhile(tmp_path):
-    with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.watch("--until-done")
-        command = [sys.executable, str(jobs.PROGRAMS / "killed_training.py"), "trackio", "p", "5"]
-        folder, trackio = here.directory / "other", backends.TrackioBackend(tmp_path / "trackio")
-        kept = jobs.run(command, folder, {**trackio.missing(tmp_path), "IF_UNAVAILABLE": "degrade"})
-        assert kept.returncode == 0, kept.output
-        here.wait_for_more_rows(watcher)
-        command = [sys.executable, "-m", "flyteplugins_tracking", "send", str(folder)]
-        done = jobs.run(command, here.directory, trackio.environment())
-        assert done.returncode == 0, done.output
-        (run,) = trackio.runs("p")
-        assert (run.status, run.points.total()) == ("finished", 5)
-        (here.directory / "stop").touch()
-        assert jobs.finish(attempt, here.directory).returncode == 0
-        done = jobs.finish(watcher, here.directory)
-        assert done.returncode == 0, done.output
-        assert done.output.count("are not watched. Send them when the attempt has ended, for instance from cron") == 1
-        assert here.state == "finished"
-
-
-@pytest.mark.wide
 def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_path):
     with cluster(tmp_path, "wandb") as here:
         attempt, watcher = here.start_job({**here.missing, "WANDB_MODE": "online"}), here.watch()
@@ -282,21 +260,6 @@ def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_pa
         sent = here.send()
         assert sent.returncode == 0, f"{sent.output}\n{done.output}"
         here.assert_each_once()
-
-
-@pytest.mark.wide
-def test_rows_of_a_long_outage_arrive_once(tmp_path):
-    with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.watch("--until-done")
-        here.wait_for_more_rows(watcher)
-        with here.backend._server.failing(Fault.status(503)) as fault:
-            (here.directory / "stop").touch()
-            assert jobs.finish(attempt, here.directory).returncode == 0
-            here.backend._server.wait_for(lambda: fault.hits > 10)
-        done = jobs.finish(watcher, here.directory)
-        assert done.returncode == 0, done.output
-        here.assert_each_once()
-        assert here.state == "finished"
 
 
 @pytest.mark.wide
@@ -341,24 +304,6 @@ def test_a_directory_that_is_not_there_is_refused_and_one_that_vanishes_ends_the
         assert done.output.endswith(f"cannot send: {other} is not a directory\n")
         assert here.state == "running"
         jobs.kill(attempt)
-
-
-@pytest.mark.wide
-def test_a_wandb_run_that_somebody_marks_as_synced_meanwhile_is_sent_and_ended(tmp_path):
-    """As `wandb sync` does it."""
-    with cluster(tmp_path, "wandb") as here:
-        attempt, watcher = here.start_job(), here.watch("--until-done")
-        here.wait_for_more_rows(watcher)
-        (file,) = here.directory.glob("wandb/offline-run-*/*.wandb")
-        mark = Path(f"{file}.synced")
-        mark.touch()
-        here.wait_for_more_rows(watcher)
-        attempt.kill()
-        mark.touch()
-        done = jobs.finish(watcher, here.directory)
-        assert done.returncode == 0, done.output
-        here.assert_each_once()
-        assert here.state == "failed"
 
 
 BARE = """
@@ -457,30 +402,6 @@ def test_what_does_not_pass_by_itself_ends_the_watcher_with_an_error(tmp_path):
         done = here.send(*once)
         assert done.returncode == 0, done.output
         here.assert_each_once()
-
-
-@pytest.mark.wide
-def test_runs_of_two_projects_with_one_id_are_two_runs(tmp_path):
-    """As a job that trains in one project, and evaluates in another."""
-    with cluster(tmp_path, "wandb") as here:
-        for project in "pq":
-            code = (
-                BARE.replace('"p"', f'"{project}"')
-                .replace('"run"', '"same"')
-                .replace("run.log(", "time.sleep(0.3); run.log(")
-            )
-            here.started.append(jobs.start([sys.executable, "-c", code], here.directory))
-        for number in range(2):
-            (here.directory / f"go-{number}").touch()
-        wait_until(lambda: len(list(here.directory.glob("wandb/offline-run-*/*.wandb"))) == len("pq"))
-        watcher = here.watch("--until-done", "--killed-after", "20")
-        for job_or_watcher in (*here.started[:2], watcher):
-            done = jobs.finish(job_or_watcher, here.directory)
-            assert done.returncode == 0, done.output
-        assert "is in use" not in done.output
-        assert not list(here.directory.rglob("sender-*"))
-        rows = {run.project: [row["row"] for row in run.rows] for run in here.backend._server.runs}
-        assert rows == {project: [*range(20)] for project in "pq"}
 
 
 def test_a_run_that_was_killed_while_it_was_opened_does_not_keep_the_watcher(tmp_path):

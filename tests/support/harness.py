@@ -76,6 +76,18 @@ class Outcome:
     def lost(self) -> int:
         return len(self.logged - self.arrived)
 
+    def assert_each_once(self, one_writer: bool = True) -> None:
+        """Assert that the server has each row once: also one that was logged as its process was killed, or not that.
+
+        Args:
+            one_writer: Whether the rows have one counter of steps.
+        """
+        last = {pid: max(number for other, number in self.logged if other == pid) for pid, _ in self.logged}
+        assert self.logged <= self.arrived
+        assert self.arrived - self.logged <= {(pid, number + 1) for pid, number in last.items()}
+        assert self.duplicates == 0
+        assert not one_writer or list(self.steps) == list(range(len(self.steps)))
+
 
 class Job:
     """A job of `scripted_training.py` that is under way."""
