@@ -33,7 +33,8 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", 
 _PASSED_ON = ("LANG", "LD_LIBRARY_PATH", "TMPDIR")
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 # cred_expire is also what a requeued job waits before it starts again, by default 120 s. KillWait is the time between
-# SIGTERM and SIGKILL, by default 30 s.
+# SIGTERM and SIGKILL, by default 30 s. With proctrack/pgid SIGTERM reaches a task and not a daemon that it started in a
+# session of its own, as with the usual proctrack/cgroup, which containers do not allow.
 _CONFIGURATION = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -46,7 +47,7 @@ StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
-ProctrackType=proctrack/{proctrack}
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -168,14 +169,12 @@ def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float) -> 
 
 
 @contextmanager
-def start_cluster(nodes: int = 3, cpus: int = 8, proctrack: str = "pgid") -> Iterator[Cluster]:
+def start_cluster(nodes: int = 3, cpus: int = 8) -> Iterator[Cluster]:
     """Run a Slurm of `nodes` nodes. At the end all that it started is stopped and its directory is removed.
 
     Args:
         nodes: How many.
         cpus: What each is said to have, however many this machine has.
-        proctrack: "pgid", with which SIGTERM reaches a task and not a daemon that it started in a session of its own,
-            as with the usual proctrack/cgroup, which containers do not allow. Or "linuxproc": it reaches both.
 
     Raises:
         AssertionError: A daemon ends, or a node is not ready in time; with the daemons' logs.
@@ -186,13 +185,13 @@ def start_cluster(nodes: int = 3, cpus: int = 8, proctrack: str = "pgid") -> Ite
         directory.chmod(0o711)
         names = tuple(f"node{i}" for i in range(nodes))
         cluster = Cluster(f"test{secrets.token_hex(2)}", directory, names)
-        _configure(cluster, cpus, proctrack)
+        _configure(cluster, cpus)
         stack.callback(_kill_strays, cluster)
         _start_daemons(cluster, stack)
         yield cluster
 
 
-def _configure(cluster: Cluster, cpus: int, proctrack: str) -> None:
+def _configure(cluster: Cluster, cpus: int) -> None:
     """Write the munge key and slurm.conf."""
     key = cluster.directory / "munge.key"
     key.touch(0o600)
@@ -212,7 +211,6 @@ def _configure(cluster: Cluster, cpus: int, proctrack: str) -> None:
         port=port,
         user=pwd.getpwuid(os.getuid()).pw_name,
         directory=cluster.directory,
-        proctrack=proctrack,
         requeue_exit=REQUEUE_EXIT,
         nodes="\n".join(lines),
     )
