@@ -24,12 +24,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from support.loopback import LoopbackServer, body_of, survives
 
 KEY = "plt_s_" + "fa4e" * 10
-T = TypeVar("T")
 Json = dict[str, Any]
 Endpoint = Literal["create", "ingest", "trigger", "names", "status", "other"]
 _OWN_IDS = re.compile(r"\d+|[A-Z0-9]{1,4}-\d+")

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
-from typing import Literal, TypeVar
+from typing import Literal
 from urllib.parse import unquote
 
 import psutil
@@ -36,7 +36,6 @@ _DOWNLOAD = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/(.+)$")
 _OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
 _NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
 
-T = TypeVar("T")
 Endpoint = Literal["graphql", "filestream", "upload", "other"]
 
 
@@ -118,7 +117,6 @@ class WandbServer(LoopbackServer):
             if key not in connection:
                 connection.add(key)
                 run.connections += 1
-                run.open_connections += 1
                 run.senders |= _wandb_cores_at(port, self.port)
             run.stream(posted, client)
             return {"exitcode": None, "limits": {}, **({"stopped": True} if run.stop_requested else {})}
@@ -133,21 +131,13 @@ class WandbServer(LoopbackServer):
     def uploaded_to_artifact(self, artifact: str, name: str, content: bytes) -> None:
         """Take one uploaded file of an artifact that was created, and is not committed yet."""
         with self._changing():
-            if artifact in self._store.artifacts:
-                self._store.artifacts[artifact][3][name] = content
+            for version in self._store.versions(artifact):
+                version.contents = {**version.contents, name: content}
 
     def file(self, key: RunKey, name: str) -> bytes | None:
         """The content of an uploaded file; None if there is none."""
         run = self._store.get(key)
         return None if run is None else run.files.get(name)
-
-    def disconnected(self, connection: set[RunKey]) -> None:
-        """A TCP connection that carried filestream requests of these runs was closed."""
-        with self._changing():
-            for key in connection:
-                run = self._store.get(key)
-                if run is not None:
-                    run.open_connections -= 1
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -167,10 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._streamed: set[RunKey] = set()
-
-    def finish(self) -> None:
-        self.server.recorder.disconnected(self._streamed)
-        super().finish()
 
     def parse_request(self) -> bool:
         is_parsed = super().parse_request()
@@ -196,14 +182,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer 400 to a request that this server cannot take, which the client does not repeat, and note it."""
         try:
             posted = self._decoded(body)
-            code, answer = self._stream(filestream, posted) if filestream else self._query(posted)
+            code, answer = self._stream(filestream, posted) if filestream else self.server.recorder.graphql(posted)
         except Exception as error:
             self.server.recorder.errors.append(error)
             code, answer = 400, {"errors": [{"message": repr(error)}]}
         self.answer(code, answer)
-
-    def _query(self, posted: Json) -> tuple[int, Json]:
-        return self.server.recorder.graphql(posted)
 
     def do_PUT(self) -> None:
         body = body_of(self)
