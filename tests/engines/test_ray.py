@@ -70,11 +70,6 @@ def test_two_trainings_in_the_same_workers_are_two_runs(tmp_path: Path) -> None:
     assert len({run.id for run in done.runs}) == len(done.runs) == 4
 
 
-def test_two_fits_of_one_name_are_two_runs(tmp_path: Path) -> None:
-    done, _ = train(tmp_path, "twice", "2")
-    assert len({run.id for run in done.runs}) == len(done.runs) == 2
-
-
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "slurm"])
 def test_a_retry_continues_the_run(tmp_path: Path, around: dict[str, str]) -> None:
     """New workers, which Ray starts after a failure, are the same training: `FailureConfig(max_failures=1)`."""

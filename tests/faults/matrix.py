@@ -459,16 +459,9 @@ CASES = [
     Case("SIGKILL of the agent", agent_signalled(SIGKILL, {"*": "loop 3 s"}), (0,), FINISHED),
     Case(
         "Flyte Elastic, spawn: SIGTERM in a collective",
-        rank_signalled(0, SIGTERM, PEER, flyte(), task="spawn"),
+        rank_signalled(0, SIGTERM, PEER, flyte()),
         (143,),
         PREEMPTED,
-    ),
-    Case(
-        "Flyte Elastic, fork: exception on another rank",
-        together({"0": "sleep", "1": "raise at go"}, command=flyte(), task="fork"),
-        (1,),
-        FAILED,
-        failures=("1 ValueError",),
     ),
     Case(
         "one restart",
@@ -555,7 +548,6 @@ WIDE = frozenset(
         "shared: SIGKILL of the writer, restart",
         "SIGKILL of the agent",
         "full disk",
-        "Flyte Elastic, fork: exception on another rank",
         "elastic 1:2, the node of rank 0 dies",
         "rows as fast as it goes, for 10 s",
         "shared: exception on another rank",

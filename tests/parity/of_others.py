@@ -74,30 +74,12 @@ def artifacts(run: Any) -> None:
 
 
 @mlflow_run
-def the_client(run: Any) -> None:
-    import mlflow
-    from mlflow.entities import Metric, Param, RunTag
-
-    client = mlflow.MlflowClient()
-    batch = {"metrics": [Metric("m", 1.0, 10, 3)], "params": [Param("p", "1")], "tags": [RunTag("t", "2")]}
-    client.log_batch(run.info.run_id, **batch)
-
-
-@mlflow_run
 def nested_runs(run: Any) -> None:
     import mlflow
 
     with mlflow.start_run(nested=True, run_name="child-of-nested-runs"):
         mlflow.log_metric("child", 1)
     mlflow.log_metric("parent", 2)
-
-
-@mlflow_run
-def what_a_run_tells(run: Any) -> list[Any]:
-    import mlflow
-
-    active = mlflow.active_run()
-    return [active is not None and active.info.run_id == run.info.run_id, run.info.run_name, run.info.status]
 
 
 @mlflow_run
@@ -200,14 +182,6 @@ def trackio_alerts(run: Any) -> None:
     trackio.log({"x": 1})
     trackio.alert("title", "text")
     trackio.alert(title="low", text="accuracy", level=trackio.AlertLevel.ERROR)
-
-
-@trackio_run
-def a_trackio_table(run: Any) -> None:
-    import pandas
-    import trackio
-
-    trackio.log({"t": trackio.Table(dataframe=pandas.DataFrame({"a": [1, 2]}))})
 
 
 @trackio_run

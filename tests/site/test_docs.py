@@ -414,18 +414,6 @@ def test_the_drawings_are_those_of_the_plans():
     assert [name for name in drawings if f"modes/{name})" not in "".join(PAGES.values())] == []
 
 
-def test_the_pictures_are_small_and_shown_and_ask_no_other_host():
-    pictures = {path.name: path for path in (ROOT / "docs" / "pictures").iterdir() if path.suffix in (".svg", ".png")}
-    shown = {name for text in PAGES.values() for name in re.findall(r"pictures/([\w-]+\.(?:svg|png))", text)}
-    assert set(pictures) == shown
-    for name, path in pictures.items():
-        assert path.stat().st_size < 150_000, name
-        if path.suffix == ".svg":
-            drawing = path.read_text()
-            assert "prefers-color-scheme: dark" in drawing, name
-            assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^<]*\.(?:css|woff|js)", drawing) == [], name
-
-
 def test_the_page_of_launchers_has_each_detector_in_its_order_and_the_table_each_variable():
     rows = re.findall(r"^\| `(\w+)` \| (?!Started)", PAGES["docs/reference/launchers"], re.MULTILINE)
     assert rows == [*launchers.LAUNCHERS]

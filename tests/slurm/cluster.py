@@ -11,16 +11,18 @@ import pwd
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
+from support.jobs import free_port
 
 T = TypeVar("T")
 
@@ -200,30 +202,20 @@ def _configure(cluster: Cluster, cpus: int) -> None:
     for name in cluster.nodes:
         (cluster.directory / f"spool-{name}").mkdir()
     host = socket.gethostname().partition(".")[0]
-    port, *ports = free_ports(1 + len(cluster.nodes))
     lines = [
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs={cpus}"
-        for name, node_port in zip(cluster.nodes, ports, strict=True)
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus}"
+        for name in cluster.nodes
     ]
     text = _CONFIGURATION.format(
         name=cluster.name,
         host=host,
-        port=port,
+        port=free_port(),
         user=pwd.getpwuid(os.getuid()).pw_name,
         directory=cluster.directory,
         requeue_exit=REQUEUE_EXIT,
         nodes="\n".join(lines),
     )
     (cluster.directory / "slurm.conf").write_text(text)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nobody listens on; found while all are held, so that they differ."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _start_daemons(cluster: Cluster, stack: ExitStack) -> None:
@@ -298,21 +290,13 @@ def _kill_strays(cluster: Cluster) -> None:
     """
     deadline = time.monotonic() + 10
     while (strays := _strays(cluster)) and time.monotonic() < deadline:
-        for pid in strays:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for stray in strays:
+            with suppress(psutil.NoSuchProcess):
+                stray.kill()
         time.sleep(0.1)
 
 
-def _strays(cluster: Cluster) -> list[int]:
-    marker = f"SLURM_CONF={cluster.environment['SLURM_CONF']}".encode()
-    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if marker in _entries(path)]
-
-
-def _entries(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\0")
-    except OSError:
-        return []
+def _strays(cluster: Cluster) -> list[psutil.Process]:
+    processes = psutil.process_iter(["environ"])
+    own = cluster.environment["SLURM_CONF"]
+    return [one for one in processes if (one.info["environ"] or {}).get("SLURM_CONF") == own]

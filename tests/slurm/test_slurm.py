@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.jobs import free_port
 from wandb_files import StoredRun, read_runs
 
-from slurm.cluster import INSTALL, REQUEUE_EXIT, Cluster, Job, free_ports, missing_programs, start_cluster, wait_for
+from slurm.cluster import INSTALL, REQUEUE_EXIT, Cluster, Job, missing_programs, start_cluster, wait_for
 
 _MISSING = missing_programs()
 pytestmark = [
@@ -74,9 +75,8 @@ class Place:
 
     def submit_example(self, name: str, *options: str) -> int:
         """Submit a batch script in this directory that starts torchrun, 2 processes a node. Returns the job's id."""
-        (port,) = free_ports(1)
         path = os.pathsep.join([str(Path(sys.executable).parent), self.cluster.environment["PATH"]])
-        env = {**self.env, "PATH": path, "GPUS_PER_NODE": "2", "MASTER_PORT": str(port)}
+        env = {**self.env, "PATH": path, "GPUS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
         files = (f"--chdir={self.directory}", f"--output={self.directory / 'output.txt'}")
         return int(self.cluster.run("sbatch", "--parsable", *files, *options, self.directory / name, env=env).strip())
 
@@ -218,10 +218,9 @@ def torchrun(*options: str, **settings: Any) -> str:
 
 def across_nodes(nodes: int, rdzv_id: str = "job") -> list[str]:
     """The options of a torchrun that spans several nodes."""
-    (port,) = free_ports(1)
     return [
         *(f"--nnodes={nodes}", f"--rdzv-id={rdzv_id}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
     ]
 
 

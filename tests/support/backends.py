@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -211,37 +211,15 @@ def pluto_environment(server: PlutoServer) -> dict[str, str]:
 
 
 @contextmanager
-def wandb(directory: Path) -> Iterator[Backend]:
-    with WandbServer() as server:
-        yield WandbBackend(server)
-
-
-@contextmanager
-def mlflow(directory: Path) -> Iterator[Backend]:
-    with MlflowServer(directory) as server:
-        yield MlflowBackend(server)
-
-
-@contextmanager
-def pluto(directory: Path) -> Iterator[Backend]:
-    with PlutoServer() as server:
-        yield PlutoBackend(server)
-
-
-@contextmanager
-def jsonl(directory: Path) -> Iterator[Backend]:
-    yield JsonlBackend(directory)
-
-
-@contextmanager
-def trackio(directory: Path) -> Iterator[Backend]:
-    yield TrackioBackend(directory / "trackio")
+def _served(server: Any, backend: Callable[[Any], Backend]) -> Iterator[Backend]:
+    with server:
+        yield backend(server)
 
 
 BACKENDS: dict[str, Callable[[Path], Any]] = {
-    "wandb": wandb,
-    "pluto": pluto,
-    "mlflow": mlflow,
-    "trackio": trackio,
-    "jsonl": jsonl,
+    "wandb": lambda directory: _served(WandbServer(), WandbBackend),
+    "pluto": lambda directory: _served(PlutoServer(), PlutoBackend),
+    "mlflow": lambda directory: _served(MlflowServer(directory), MlflowBackend),
+    "trackio": lambda directory: nullcontext(TrackioBackend(directory / "trackio")),
+    "jsonl": lambda directory: nullcontext(JsonlBackend(directory)),
 }

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import mimetypes
-import re
 import secrets
 import threading
 import time
@@ -665,7 +664,7 @@ class Operations:
         nodes = [
             self._file(run, name, bool(given.get("upload")))
             for name in run.files
-            if name in (given.get("fileNames") or [name]) and _is_like(name, given.get("pattern") or "%")
+            if name in (given.get("fileNames") or [name])
         ]
         page = _page(nodes, given.get("fileCursor"), given["fileLimit"])
         return self._of_project(given, internalId=1, run={"fileCount": len(run.files), "files": page})
@@ -757,22 +756,13 @@ def _matches(run: RecordedRun, filters: Json) -> bool:
     )
 
 
-def _is_like(name: str, pattern: str) -> bool:
-    """Whether the name is of this SQL pattern."""
-    wild = {"%": ".*", "_": "."}
-    return bool(re.fullmatch("".join(wild.get(char, re.escape(char)) for char in pattern), name, re.DOTALL))
-
-
 def _sampled(rows: list[Row], samples: int) -> list[Row]:
     return rows if len(rows) <= samples else [rows[i * len(rows) // samples] for i in range(samples)]
 
 
 def _between(given: Json, number: int) -> float:
-    """The minimum, and more for each trial; whole numbers start again after the maximum."""
-    low, high = given["min"], given["max"]
-    if isinstance(low, int) and isinstance(high, int):
-        return low + number % (high - low + 1)
-    return float(low + (high - low) * number / (number + 1))
+    """The minimum, and more for each trial."""
+    return float(given["min"] + (given["max"] - given["min"]) * number / (number + 1))
 
 
 def _now() -> str:
