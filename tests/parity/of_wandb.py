@@ -484,21 +484,6 @@ def all_ranks_call_a_guarded_log(run: Any) -> bool:
 
 
 @ranks
-def ranks_that_reduce(run: Any) -> float:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    loss = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(loss)
-    if dist.get_rank() == 0:
-        wandb.log({"loss": loss})
-    dist.barrier()
-    dist.destroy_process_group()
-    return loss.item()
-
-
-@ranks
 def a_rank_that_logs_without_a_run(run: Any) -> str:
     return refusal(lambda: wandb.log({"x": 1}))
 

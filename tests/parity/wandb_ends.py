@@ -170,13 +170,6 @@ def a_broken_exception(run: Any) -> NoReturn:
 # the ends of two ranks under torchrun
 
 
-@TABLE.program("ranks end")
-def the_rank_with_the_run_raises(run: Any) -> None:
-    if run is not None:
-        raise OwnError("made to fail")
-    threading.Event().wait(60)  # until torchrun ends it
-
-
 @TABLE.program("ranks end", differs="other_rank")
 def the_other_rank_raises(run: Any) -> None:
     if run is not None:

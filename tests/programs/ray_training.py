@@ -3,7 +3,7 @@
 RAY_NODES is the number of Ray's nodes on this machine, 1 by default.
 
 Kinds: "train" (one fit), "loop" (a fit that trains twice), "retry" (the first attempt fails in the middle),
-"data-parallel" (no variables of a rank), "tune" (WORKERS trials at once), "tune-retry" (each trial fails once).
+"tune" (WORKERS trials at once), "tune-retry" (each trial fails once).
 """
 
 import json
@@ -20,7 +20,6 @@ from ray import tune
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
@@ -79,10 +78,9 @@ def fit_all(kind: str, workers: int) -> None:
         )
         tune.Tuner(tune.with_resources(trial, {"cpu": 1}), param_space=space, run_config=config).fit()
         return
-    trainer = DataParallelTrainer if kind == "data-parallel" else TorchTrainer
     run_config = RunConfig(name=f"fitted-{os.getpid()}", storage_path=storage, failure_config=failures)
     scaling = ScalingConfig(num_workers=workers, placement_strategy="SPREAD")
-    trainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
+    TorchTrainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
 
 
 @contextmanager

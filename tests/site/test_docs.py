@@ -279,13 +279,6 @@ def test_what_the_pages_quote_are_messages_of_the_library():
     assert [quote for quote in sorted({*quotes()} - OF_OTHERS) if not is_a_message(quote)] == []
 
 
-def test_each_warning_of_the_page_is_a_quote():
-    section = PAGES["docs/guides/failed"].partition("\n## Warnings\n")[2].partition("\n## ")[0]
-    headings = re.findall(r"^### (.+)$", section, re.MULTILINE)
-    assert len(headings) > 8
-    assert [heading for heading in headings if not heading.startswith('"')] == []
-
-
 @pytest.mark.full
 def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     (tmp_path / "train.py").write_text(PYTHON["README/train.py"].code)
