@@ -508,13 +508,6 @@ CASES = [
         restarts=1,
     ),
     shared(
-        "shared: exception on a neighbour, restart",
-        together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1", **SHARED),
-        (1, 0),
-        FINISHED,
-        restarts=1,
-    ),
-    shared(
         "shared, elastic 1:2, the node of rank 0 dies",
         scale_down(**SHARED),
         (0,),
@@ -561,7 +554,6 @@ WIDE = frozenset(
         "server down for 45 s",
         "SIGKILL of wandb-core, then of the writer, a new job",
         "elastic 1:2, rank 0 moves to a node that comes",
-        "shared: exception on a neighbour, restart",
         "shared, elastic 1:2, the node of rank 0 dies",
         "shared: server down for 20 s",
     }

@@ -184,14 +184,6 @@ def trackio_alerts(run: Any) -> None:
     trackio.alert(title="low", text="accuracy", level=trackio.AlertLevel.ERROR)
 
 
-@trackio_run
-def a_trackio_finish(run: Any) -> None:
-    import trackio
-
-    trackio.log({"x": 1})
-    trackio.finish()
-
-
 @TABLES["trackio"].program("end")
 def trackio_raises(run: Any) -> NoReturn:
     run.log({"x": 1})
@@ -228,29 +220,10 @@ def pluto_config(run: Any) -> None:
     run.log({"x": 1})
 
 
-@pluto_run
-def pluto_config_that_grows(run: Any) -> None:
-    run.update_config({"lr": 0.1, "distributed": True})
-    run.log({"x": 1})
-
-
 @TABLES["pluto"].program("run", options=lambda: {"tags": ["a", "b"]})
 def pluto_tags(run: Any) -> None:
     run.add_tags(["c"])
     run.remove_tags(["a"])
-
-
-@pluto_run
-def pluto_text(run: Any) -> None:
-    import pluto
-
-    run.log({"note": pluto.Text("hello")})
-
-
-@pluto_run
-def a_pluto_finish(run: Any) -> None:
-    run.log({"x": 1})
-    run.finish()
 
 
 @TABLES["pluto"].program("end")

@@ -64,17 +64,6 @@ def system_exit_caught(run: Any) -> None:
     run.log({"x": 1})
 
 
-@full_end
-def an_exception_in_a_thread(run: Any) -> None:
-    def fail() -> NoReturn:
-        raise OwnError("in a thread")
-
-    thread = threading.Thread(target=fail)
-    thread.start()
-    thread.join()
-    run.log({"x": 1})
-
-
 @differs("ctrl_c")
 def keyboard_interrupt(run: Any) -> NoReturn:
     run.log({"x": 1})

@@ -166,15 +166,6 @@ def test_every_block_is_of_a_kind_that_is_tested():
     assert written == 2 * len(BLOCKS), "a fence is not closed, or not understood here"
 
 
-# These pages have longer lines, in templates of Flyte's.
-WIDE = {"docs/guides/flyte"}
-
-
-def test_a_block_fits_80_columns():
-    blocks = [block for block in BLOCKS if block.language != "text" and block.page not in WIDE]
-    assert [(block.page, line) for block in blocks for line in block.code.splitlines() if len(line) > 80] == []
-
-
 # Tables to look something up, most of them made from the code.
 NOT_READ = {"docs/about/matrix"}
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from report import in_rank_order
 from support import jobs
 from support.terminal import Terminal
-from wandb_files import StoredRun
 
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking.trackers.base import Feature
@@ -71,31 +69,6 @@ def test_the_demo_shows_the_stored_runs(tmp_path):
         # It shows the newest: ranks that start in the same second have no order.
         any_id = "|".join(re.escape(line.split()[0]) for line in table)
         viewer.wait_for(re.escape("[5 items]"), "digits", f"ID: ({any_id})", "loss", "batch_size")
-
-
-def test_the_demos_runs_are_listed_by_rank_in_the_order_of_the_trainings():
-    def stored(id: str, rank: int, group: str = "") -> StoredRun:
-        return StoredRun(Path(id), id=id, group=group, rows=[{"rank": rank}])
-
-    started = [
-        stored("one", 0),
-        stored("b10", 10, "b"),
-        stored("a1", 1, "a"),
-        stored("b2", 2, "b"),
-        stored("a0", 0, "a"),
-    ]
-    assert [run.id for run in in_rank_order(started)] == ["one", "b2", "b10", "a0", "a1"]
-
-
-@pytest.mark.full
-def test_the_demos_commands_can_be_typed_beside_the_environment(tmp_path):
-    beside = Path(sys.prefix).parent
-    env = {"PYTHONPATH": str(ROOT / "examples"), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path)}
-    code = "import digits; print(digits.wandb_command('leet', '--help'))"
-    command = jobs.run([sys.executable, "-c", code], beside, env).output.strip()
-    assert command == f"{Path(sys.prefix).name}/bin/wandb leet --help"
-    done = jobs.run(["sh", "-c", command], beside, env)
-    assert (done.returncode, "Browse runs in a wandb directory" in done.output) == (0, True), done.output
 
 
 @pytest.mark.full

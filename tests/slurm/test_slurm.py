@@ -368,23 +368,6 @@ def counted(place: Place) -> list[int]:
     return [row["train_step"] for run in place.runs() for row in run.rows if "train_step" in row]
 
 
-def test_a_requeue_of_the_examples_torchrun_keeps_the_run(place: Place) -> None:
-    settings = json.dumps({"rows": 1000, "first_end": dict.fromkeys("0123", "hang")})
-    program = Path(__file__).with_name("train.py")
-    (place.directory / "train.py").write_text(
-        f"import runpy, sys\nsys.argv.append({settings!r})\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
-    )
-    script = (EXAMPLES / "slurm" / "torchrun.sbatch").read_text()
-    assert script.count("$first_node") == 1
-    assert "WANDB_RUN_ID" not in script
-    (place.directory / "job.sbatch").write_text(script.replace("$first_node", "127.0.0.1"))
-    job_id = place.submit_example("job.sbatch")
-    wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True], "stored rows", 120)
-    place.cluster.run("scontrol", "requeue", str(job_id))
-    assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
-    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-train"], rows=1000)
-
-
 def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place) -> None:
     step = f"srun {train(first_end={'0': 'raise'})} || exit {REQUEUE_EXIT}"
     job_id = place.submit(step, "--requeue", "--nodes=1", "--ntasks=2")

@@ -72,11 +72,13 @@ def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
     return Counter((key, int(value)) for row in rows for key, value in row.items() if kept(key))
 
 
-class WandbBackend:
-    name, package, can_degrade = "wandb", "wandb", True
-
-    def __init__(self, server: WandbServer) -> None:
+class _OfServer:
+    def __init__(self, server: Any) -> None:
         self._server = server
+
+
+class WandbBackend(_OfServer):
+    name, package, can_degrade = "wandb", "wandb", True
 
     def environment(self) -> dict[str, str]:
         return self._server.environment
@@ -100,11 +102,8 @@ class WandbBackend:
         ]
 
 
-class MlflowBackend:
+class MlflowBackend(_OfServer):
     name, package, can_degrade = "mlflow", "mlflow", True
-
-    def __init__(self, server: MlflowServer) -> None:
-        self._server = server
 
     def environment(self) -> dict[str, str]:
         return {"MLFLOW_TRACKING_URI": self._server.url}
@@ -182,11 +181,8 @@ class TrackioBackend:
         ]
 
 
-class PlutoBackend:
+class PlutoBackend(_OfServer):
     name, package, can_degrade = "pluto", "pluto", True
-
-    def __init__(self, server: PlutoServer) -> None:
-        self._server = server
 
     def environment(self) -> dict[str, str]:
         return pluto_environment(self._server)

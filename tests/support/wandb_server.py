@@ -19,13 +19,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler
 from typing import Literal
 from urllib.parse import unquote
 
 import psutil
 
-from support.loopback import Listener, LoopbackServer, body_of, survives
+from support.loopback import Handler, Listener, LoopbackServer, body_of, survives
 from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
@@ -146,12 +145,8 @@ class WandbServer(LoopbackServer):
             self._store.changed.notify_all()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection: it may carry many requests."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1  # an answer is one packet
+class _Handler(Handler):
+    # ruff: noqa: N802
     server: Listener
 
     def setup(self) -> None:
@@ -209,10 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif content is None:
             self.answer(404, {"error": "file not found"})
         else:
-            self._send(200, {"Content-Type": "application/octet-stream"}, content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+            self.send(200, {"Content-Type": "application/octet-stream"}, content)
 
     def _authorised(self) -> bool:
         expected = base64.b64encode(f"api:{self.server.recorder.key}".encode()).decode()
@@ -227,17 +219,6 @@ class _Handler(BaseHTTPRequestHandler):
         client = self.headers.get("X-WANDB-ASYNC-CLIENT-ID", "") if shared else ""
         answer = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed, self.client_address[1])
         return (404, {"error": "run not found"}) if answer is None else (200, answer)
-
-    def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
-        self._send(code, {"Content-Type": "application/json", **(headers or {})}, json.dumps(answer).encode())
-
-    def _send(self, code: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def _wandb_cores_at(port: int, server: int) -> frozenset[int]:
