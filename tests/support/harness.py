@@ -85,7 +85,7 @@ class Outcome:
         """
         last = {pid: max(number for other, number in self.logged if other == pid) for pid, _ in self.logged}
         assert self.logged <= self.arrived
-        assert self.arrived - self.logged <= {(pid, number + 1) for pid, number in last.items()}
+        assert all(number == last.get(pid, -1) + 1 for pid, number in self.arrived - self.logged)
         assert self.duplicates == 0
         assert not one_writer or list(self.steps) == list(range(len(self.steps)))
 
