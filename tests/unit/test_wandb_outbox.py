@@ -237,6 +237,18 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
     ]
 
 
+def test_a_row_that_is_logged_after_the_end_stands_behind_the_one_that_the_end_completes(run):
+    made = begun(run)
+    run.log({"a": 1}, commit=False)
+    made.keep_end(0)
+    with made.alone(run):
+        run.log({"b": 2})
+    made.close()
+    run.finish()
+    kept = Attempt.at(outbox.run_directory(run)).rows()
+    assert [(row.step, row.values.keys() & {"a", "b"}) for row in kept] == [(0, {"a"}), (1, {"b"})]
+
+
 def test_rows_below_the_first_step_are_not_parsed(tmp_path):
     journal = Journal(tmp_path, "rows-1", {"place": ["s", "", "p", "x"], "step": 0})
     for number in range(100):
