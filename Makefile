@@ -42,10 +42,9 @@ test-all: $(INSTALLED)
 test-wide: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not slurm"
 
-# Ray, Dask, mpi4py, loky and others, in an environment of their own. Spark if there is Java, Ray in a real Slurm if there is one:
-# apt-get install default-jre-headless slurmctld slurmd slurm-client munge
+# Ray, Dask, mpi4py, joblib and others, in an environment of their own. Spark if there is Java: apt-get install default-jre-headless
 test-engines: $(ENGINES)/.installed
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "engines or slurm" tests/engines tests/slurm/test_slurm_ray.py
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest tests/engines
 
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)
@@ -60,7 +59,7 @@ vendors: $(INSTALLED)
 reliability: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/about/matrix.md
 
-# 200 restarts in a row of a 4-rank job, and 50 kills of a job on one disk.
+# 200 restarts in a row of a 4-rank job.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults.soak
 

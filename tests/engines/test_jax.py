@@ -60,13 +60,6 @@ def test_the_ranks_agree_on_an_id_through_jaxs_store_for_each_training_and_anoth
         assert all(len(run.rows) == 3 for run in server.runs)
 
 
-def test_each_ranks_own_run_ends_as_the_rank_does(tmp_path):
-    with WandbServer() as server:
-        done, _ = trained(tmp_path, server, fails=1, tracking={"run_mode": "new"})
-        assert [one.returncode != 0 for one in done] == [False, True], done
-        assert sorted(run.exit_codes for run in server.runs) == [[0], [1]]
-
-
 def test_both_ranks_log_to_a_shared_run_which_waits_for_all_rows(tmp_path):
     with WandbServer() as server:
         done, seen = trained(tmp_path, server, tracking={"run_mode": "shared"})
@@ -75,15 +68,6 @@ def test_both_ranks_log_to_a_shared_run_which_waits_for_all_rows(tmp_path):
         assert {one["id"] for one in seen} == {run.id}
         assert sorted(rows(run)) == [(rank, step) for rank in range(2) for step in (1, 2, 3)]
         assert run.exit_codes == [0]
-
-
-def test_all_ranks_stop_at_the_same_step(tmp_path):
-    with WandbServer() as server:
-        done, seen = trained(tmp_path, server, stop=True)
-        assert [one.returncode for one in done] == [0, 0], done
-        assert seen[0]["steps"] == seen[1]["steps"] > 3
-        (run,) = server.runs
-        assert run.summary["stop/reason"] == "enough"
 
 
 def test_a_function_that_initialises_jax_itself_is_warned(tmp_path):

@@ -58,21 +58,11 @@ def test_the_ranks_of_two_nodes_share_a_run(tmp_path: Path) -> None:
     assert {run.exit_code for run in done.runs} == {0}
 
 
-def test_workers_without_the_variables_of_a_rank_are_ranks(tmp_path: Path) -> None:
-    done, _ = train(tmp_path, "data-parallel", "2")
-    assert [(len(run.rows), run.exit_code) for run in done.runs] == [(5, 0)]
-
-
 def test_two_trainings_in_the_same_workers_are_two_runs(tmp_path: Path) -> None:
     done, reports = train(tmp_path, "loop", "2", "new")
     bases = [{report["calls"][call]["run"].partition("-rank-")[0] for report in reports} for call in range(2)]
     assert [len(base) for base in bases] == [1, 1]
     assert len({run.id for run in done.runs}) == len(done.runs) == 4
-
-
-def test_two_fits_of_one_name_are_two_runs(tmp_path: Path) -> None:
-    done, _ = train(tmp_path, "twice", "2")
-    assert len({run.id for run in done.runs}) == len(done.runs) == 2
 
 
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "slurm"])

@@ -37,13 +37,10 @@ def python(how: str) -> list[str]:
     ("how", "package", "launcher"),
     [
         pytest.param("debug", "accelerate", "process_group", marks=pytest.mark.wide),
-        pytest.param("debug_accelerator", "accelerate", "process_group", marks=pytest.mark.wide),
         ("notebook", "accelerate", "torchelastic"),
         pytest.param("fabric", "lightning", "lightning", marks=pytest.mark.wide),
         ("spark", "pyspark", "torchelastic"),
-        ("spark_driver", "pyspark", "torchelastic"),
         pytest.param("spawn", "torch", "env", marks=pytest.mark.wide),
-        pytest.param("spawn_rank", "torch", "env_rank", marks=pytest.mark.wide),
         pytest.param("spawn_group_outside", "torch", "process_group", marks=pytest.mark.wide),
     ],
 )
@@ -62,16 +59,6 @@ def check(server: WandbServer, seen: list[dict[str, Any]], launcher: str) -> Non
     (run,) = server.runs
     assert [one["id"] for one in seen] == [run.id, None]
     assert ([(row["rank"], row["step"]) for row in run.rows], run.exit_codes) == ([(0, 0), (0, 1), (0, 2)], [0])
-
-
-@pytest.mark.wide  # two machines are in `make test-all`
-def test_accelerate_launch_on_one_machine(tmp_path):
-    need("accelerate")
-    with WandbServer() as server:
-        port = f"--main_process_port={jobs.free_port()}"
-        (done,), seen = trained(tmp_path, server, [*ACCELERATE, "--num_machines=1", port, RANKS, "accelerate"])
-        assert done.returncode == 0, done.output
-        check(server, seen, "torchelastic")
 
 
 def test_accelerate_launch_on_two_machines(tmp_path):
@@ -132,15 +119,6 @@ def test_of_two_processes_with_the_same_rank_the_second_gets_a_run_of_its_own_an
             one["id"]: [one["pid"]] for one in seen
         }
         assert f"run same is open in another process or thread: this one is {second}" in done.output
-
-
-@pytest.mark.wide
-def test_of_two_processes_with_the_same_rank_and_no_id_each_has_a_run(tmp_path):
-    with WandbServer() as server:
-        (done,), seen = trained(tmp_path, server, python("spawn_same_without_id"))
-        assert done.returncode == 0, done.output
-        assert len(server.runs) == 2
-        assert {run.id for run in server.runs} == {one["id"] for one in seen}
 
 
 @pytest.mark.wide

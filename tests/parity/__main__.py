@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from parity.openings import OPENINGS
+from parity.openings import BARE, decorated
 from parity.table import Program, table_of
 
 
 def main(tracker: str, how: str, kind: str, name: str = "") -> None:
     table = table_of(tracker)
-    bare, decorated = OPENINGS[tracker]
-    opening = {"bare": bare, "decorated": decorated}[how]
+    opening = BARE[tracker] if how == "bare" else decorated(tracker)
     if name:
         opening(table.programs[name], table.programs[name].body, ends_itself=True)
         return

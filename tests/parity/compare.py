@@ -7,14 +7,11 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pytest
 from support import jobs
 from support.wandb_server import WandbServer
 
@@ -24,8 +21,6 @@ from parity.table import Program
 
 TESTS = Path(__file__).parents[1]
 WAYS = ("bare", "decorated")
-# How long a program of the bare client may take: it takes 20 s on a busy machine.
-_EXIT_S = 4 * jobs.TIME_SCALE
 
 
 @dataclass
@@ -64,57 +59,34 @@ class Side:
         }
 
 
-Sides = tuple[Side, Side]
+Sides = Sequence[Side]
 
 
 @contextlib.contextmanager
 def wandb_sides(directory: Path) -> Iterator[Sides]:
     """A W&B server for each way."""
     with WandbServer() as first, WandbServer() as second:
-
-        def side(how: str, server: WandbServer) -> Side:
-            return Side(
+        yield [
+            Side(
                 how,
                 "wandb",
                 directory / how,
                 server.environment,
-                lambda name: [seen.wandb(run) for run in server.runs if run.id == name],
-                lambda: [*server.errors, *server.unknown_operations],
+                lambda name, server=server: [seen.wandb(run) for run in server.runs if run.id == name],
+                lambda server=server: [*server.errors, *server.unknown_operations],
             )
-
-        yield side("bare", first), side("decorated", second)
+            for how, server in zip(WAYS, (first, second), strict=True)
+        ]
 
 
 def run_both(sides: Sides, kind: str, name: str = "", **options: Any) -> None:
     """Run the programs of a kind, or the one named, both ways together."""
     processes = [side.start(kind, name, **options) for side in sides]
     for side, process in zip(sides, processes, strict=True):
-        has_hung = bool(name) and side.how == "bare" and _end_hanging_core(process)
         done = jobs.finish(process, side.directory)
-        if has_hung:
-            jobs.finish(processes[-1], sides[-1].directory)
-            pytest.skip("W&B's own client waited for its wandb-core without a limit: nothing to compare with")
         side.codes[name] = done.returncode
         assert name or done.returncode == 0, f"{side.how}: {done.output}"
         assert side.faults() == [], done.output
-
-
-def _end_hanging_core(process: jobs.Process) -> bool:
-    """Kill the wandb-core of W&B's own client if that does not exit, and return whether it has.
-
-    The client's teardown waits for wandb-core without a limit. On a busy machine that happened once in some thousand
-    processes.
-    """
-    deadline = time.monotonic() + _EXIT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if process.poll() is not None:
-        return False
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if child.name().startswith("wandb-core"):
-                child.kill()
-    return True
 
 
 def check(sides: Sides, program: Program, by_chance: str = "") -> None:
@@ -139,16 +111,3 @@ def check(sides: Sides, program: Program, by_chance: str = "") -> None:
     ]
     assert not told, "\n".join(told)
     assert bool(found) == bool(wanted), f"{program.differs!r} is wanted, and no difference is there"
-
-
-class Kinds(dict[str, Sides]):
-    """The programs that need no process of their own: those of a kind run when the first of them is asked for."""
-
-    def __init__(self, make_sides: Callable[[], Sides], **options: Any) -> None:
-        super().__init__()
-        self._make_sides, self._options = make_sides, options
-
-    def __missing__(self, kind: str) -> Sides:
-        self[kind] = self._make_sides()
-        run_both(self[kind], kind, **self._options)
-        return self[kind]

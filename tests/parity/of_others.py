@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -30,12 +29,6 @@ def metrics(run: Any) -> None:
     mlflow.log_metric("loss", 0.25, step=1)
     mlflow.log_metrics({"a": 1, "b/c": 2.5, "d e": 3}, step=7)
     mlflow.log_metric("a", 2, step=3)
-
-
-@mlflow_run
-def metrics_that_are_not_finite(run: Any) -> None:
-    import mlflow
-
     mlflow.log_metrics({"nan": math.nan, "inf": math.inf, "minus": -math.inf})
 
 
@@ -56,13 +49,6 @@ def params(run: Any) -> list[str]:
     mlflow.log_param("lr", 0.1)
     mlflow.log_params({"layers": [1, 2], "none": None, "nested": {"a": 1}, "distributed": False, "long": "x" * 1000})
     return [refusal(lambda: mlflow.log_param("lr", 0.1)), refusal(lambda: mlflow.log_param("lr", 0.2))]
-
-
-@mlflow_run
-def params_of_argparse(run: Any) -> None:
-    import mlflow
-
-    mlflow.log_params(vars(argparse.Namespace(lr=0.1, distributed=True, restart_count=2, flyte="no")))
 
 
 @mlflow_run
@@ -88,30 +74,12 @@ def artifacts(run: Any) -> None:
 
 
 @mlflow_run
-def the_client(run: Any) -> None:
-    import mlflow
-    from mlflow.entities import Metric, Param, RunTag
-
-    client = mlflow.MlflowClient()
-    batch = {"metrics": [Metric("m", 1.0, 10, 3)], "params": [Param("p", "1")], "tags": [RunTag("t", "2")]}
-    client.log_batch(run.info.run_id, **batch)
-
-
-@mlflow_run
 def nested_runs(run: Any) -> None:
     import mlflow
 
     with mlflow.start_run(nested=True, run_name="child-of-nested-runs"):
         mlflow.log_metric("child", 1)
     mlflow.log_metric("parent", 2)
-
-
-@mlflow_run
-def what_a_run_tells(run: Any) -> list[Any]:
-    import mlflow
-
-    active = mlflow.active_run()
-    return [active is not None and active.info.run_id == run.info.run_id, run.info.run_name, run.info.status]
 
 
 @mlflow_run
@@ -123,13 +91,6 @@ def autologging(run: Any) -> None:
     mlflow.sklearn.autolog(log_models=False, log_datasets=False)
     Ridge().fit([[0.0], [1.0], [2.0]], [0.0, 1.0, 2.0])
     mlflow.sklearn.autolog(disable=True)
-
-
-@mlflow_end
-def mlflow_returns(run: Any) -> None:
-    import mlflow
-
-    mlflow.log_metric("x", 1)
 
 
 @TABLES["mlflow"].program("end", differs="unseen_end")
@@ -160,14 +121,6 @@ def mlflow_ends_as_failed(run: Any) -> None:
 
 
 @TABLES["mlflow"].program("end")
-def mlflow_ends_as_killed(run: Any) -> None:
-    import mlflow
-
-    mlflow.end_run("KILLED")
-    mlflow.end_run()
-
-
-@TABLES["mlflow"].program("end")
 def mlflow_with_block_whose_failure_is_handled(run: Any) -> None:
     with contextlib.suppress(ValueError), run:
         raise ValueError("in the block")
@@ -182,7 +135,7 @@ def rows(run: Any) -> None:
 
     for step in range(3):
         trackio.log({"loss": step / 2, "epoch": step})
-    run.log({"loss": 9})
+    run.log({"nan": math.nan, "inf": math.inf, "minus": -math.inf})
 
 
 @trackio_run
@@ -205,13 +158,6 @@ def rows_of_other_types(run: Any) -> list[str]:
 
 
 @trackio_run
-def rows_that_are_not_finite(run: Any) -> None:
-    import trackio
-
-    trackio.log({"nan": math.nan, "inf": math.inf, "minus": -math.inf})
-
-
-@trackio_run
 def keys(run: Any) -> None:
     import trackio
 
@@ -223,15 +169,10 @@ def a_config() -> dict[str, Any]:
     return {"config": {"lr": 0.1, "nested": {"a": [1, None]}, "distributed": True}}
 
 
-@TABLES["trackio"].program("run", options=a_config)
+@TABLES["trackio"].program("run", options=lambda: {**a_config(), "group": "g"})
 def a_run_with_a_config(run: Any) -> Any:
     run.log({"x": 1})
     return run.config["lr"]
-
-
-@TABLES["trackio"].program("run", options=lambda: {"group": "g"})
-def a_run_of_a_group(run: Any) -> None:
-    run.log({"x": 1})
 
 
 @trackio_run
@@ -243,45 +184,10 @@ def trackio_alerts(run: Any) -> None:
     trackio.alert(title="low", text="accuracy", level=trackio.AlertLevel.ERROR)
 
 
-@trackio_run
-def a_trackio_table(run: Any) -> None:
-    import pandas
-    import trackio
-
-    trackio.log({"t": trackio.Table(dataframe=pandas.DataFrame({"a": [1, 2]}))})
-
-
-@trackio_run
-def trackio_threads(run: Any) -> None:
-    for number in range(3):
-        thread = threading.Thread(target=run.log, args=({"x": number},))
-        thread.start()
-        thread.join()
-
-
-@trackio_run
-def a_trackio_finish(run: Any) -> None:
-    import trackio
-
-    trackio.log({"x": 1})
-    trackio.finish()
-
-
-@trackio_end
-def trackio_returns(run: Any) -> None:
-    run.log({"x": 1})
-
-
 @TABLES["trackio"].program("end")
 def trackio_raises(run: Any) -> NoReturn:
     run.log({"x": 1})
     raise ValueError("made to fail")
-
-
-@TABLES["trackio"].program("end")
-def trackio_exits(run: Any) -> NoReturn:
-    run.log({"x": 1})
-    sys.exit(3)
 
 
 # Pluto
@@ -290,7 +196,7 @@ def trackio_exits(run: Any) -> NoReturn:
 @pluto_run
 def pluto_rows(run: Any) -> None:
     for step in range(3):
-        run.log({"loss": step / 2, "epoch": step})
+        run.log({"loss": step / 2, "a/b": 1, "a.b": 2, "with space": step})
 
 
 @pluto_run
@@ -309,19 +215,8 @@ def pluto_rows_of_other_types(run: Any) -> list[str]:
     return [refusal(lambda i=i, value=value: run.log({f"x{i}": value})) for i, value in enumerate(values)]
 
 
-@pluto_run
-def pluto_keys(run: Any) -> None:
-    run.log({"a/b": 1, "a.b": 2, "with space": 3})
-
-
 @TABLES["pluto"].program("run", options=a_config)
 def pluto_config(run: Any) -> None:
-    run.log({"x": 1})
-
-
-@pluto_run
-def pluto_config_that_grows(run: Any) -> None:
-    run.update_config({"lr": 0.1, "distributed": True})
     run.log({"x": 1})
 
 
@@ -329,32 +224,6 @@ def pluto_config_that_grows(run: Any) -> None:
 def pluto_tags(run: Any) -> None:
     run.add_tags(["c"])
     run.remove_tags(["a"])
-
-
-@pluto_run
-def pluto_threads(run: Any) -> None:
-    for number in range(3):
-        thread = threading.Thread(target=run.log, args=({"x": number},))
-        thread.start()
-        thread.join()
-
-
-@pluto_run
-def pluto_text(run: Any) -> None:
-    import pluto
-
-    run.log({"note": pluto.Text("hello")})
-
-
-@pluto_run
-def a_pluto_finish(run: Any) -> None:
-    run.log({"x": 1})
-    run.finish()
-
-
-@pluto_end
-def pluto_returns(run: Any) -> None:
-    run.log({"x": 1})
 
 
 @TABLES["pluto"].program("end")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
 
 from parity.table import Body, Program
 
@@ -20,24 +19,16 @@ def decorated(tracker: str) -> Opening:
     def open_it(program: Program, body: Body, ends_itself: bool = False) -> None:
         from flyteplugins_tracking import get_run, tracking_init
 
-        @tracking_init(
-            tracker=tracker, project=PROJECT, id=program.name, **{**_NAMED[tracker](program), **program.options()}
-        )
+        # W&B's runs are found by their ids, the others' by their names.
+        named = {} if tracker == "wandb" else {"name": program.name}
+
+        @tracking_init(tracker=tracker, project=PROJECT, id=program.name, **{**named, **program.options()})
         def train() -> None:
             body(get_run())
 
         train()
 
     return open_it
-
-
-# W&B's runs are found by their ids, the others' by their names.
-_NAMED: dict[str, Callable[[Program], dict[str, Any]]] = {
-    "wandb": lambda program: {},
-    "mlflow": lambda program: {"name": program.name},
-    "trackio": lambda program: {"name": program.name},
-    "pluto": lambda program: {"name": program.name},
-}
 
 
 def wandb_bare(program: Program, body: Body, ends_itself: bool = False) -> None:
@@ -80,9 +71,4 @@ def pluto_bare(program: Program, body: Body, ends_itself: bool = False) -> None:
         run.finish()
 
 
-OPENINGS: dict[str, tuple[Opening, Opening]] = {
-    "wandb": (wandb_bare, decorated("wandb")),
-    "mlflow": (mlflow_bare, decorated("mlflow")),
-    "trackio": (trackio_bare, decorated("trackio")),
-    "pluto": (pluto_bare, decorated("pluto")),
-}
+BARE: dict[str, Opening] = {"wandb": wandb_bare, "mlflow": mlflow_bare, "trackio": trackio_bare, "pluto": pluto_bare}

@@ -20,7 +20,7 @@ class Program:
         body: Gets the run. What it returns or raises is compared too.
         options: Returns arguments of the vendor's opening, which are in the same words those of `tracking_init`.
         differs: The key of the difference that is wanted, in `differences.py`; empty for none.
-        is_full: Whether only `make test-all` runs it.
+        is_full: Whether only `make test-wide` runs it.
     """
 
     kind: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -10,12 +9,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-import wandb
 
 from parity.table import TABLES, Body
 
@@ -24,8 +22,8 @@ TABLE = TABLES["wandb"]
 end, full_end = TABLE.program("end"), TABLE.program("end", is_full=True)
 
 
-def differs(difference: str, is_full: bool = True) -> Callable[[Body], Body]:
-    return TABLE.program("end", differs=difference, is_full=is_full)
+def differs(difference: str) -> Callable[[Body], Body]:
+    return TABLE.program("end", differs=difference, is_full=True)
 
 
 class OwnError(Exception):
@@ -43,26 +41,6 @@ def raises(run: Any) -> NoReturn:
     raise ValueError("made to fail")
 
 
-@full_end
-def raises_a_group(run: Any) -> NoReturn:
-    if sys.version_info < (3, 11):
-        raise OwnError("no groups here")
-    raise ExceptionGroup("two", [ValueError("a"), OSError("b")])  # noqa: F821
-
-
-@full_end
-def raises_a_base_exception(run: Any) -> NoReturn:
-    class Own(BaseException):
-        pass
-
-    raise Own("made to fail")
-
-
-@full_end
-def sys_exit_0(run: Any) -> NoReturn:
-    sys.exit(0)
-
-
 @end
 def sys_exit_3(run: Any) -> NoReturn:
     run.log({"x": 1})
@@ -72,11 +50,6 @@ def sys_exit_3(run: Any) -> NoReturn:
 @full_end
 def sys_exit_with_a_text(run: Any) -> NoReturn:
     sys.exit("made to fail")
-
-
-@differs("exit_code")
-def sys_exit_true(run: Any) -> NoReturn:
-    sys.exit(True)
 
 
 @differs("exit_code")
@@ -91,47 +64,15 @@ def system_exit_caught(run: Any) -> None:
     run.log({"x": 1})
 
 
-@differs("system_exit")
-def system_exit_in_a_thread(run: Any) -> None:
-    thread = threading.Thread(target=sys.exit, args=(3,))
-    thread.start()
-    thread.join()
-    run.log({"x": 1})
-
-
-@full_end
-def an_exception_in_a_thread(run: Any) -> None:
-    def fail() -> NoReturn:
-        raise OwnError("in a thread")
-
-    thread = threading.Thread(target=fail)
-    thread.start()
-    thread.join()
-    run.log({"x": 1})
-
-
-@differs("ctrl_c", is_full=False)
+@differs("ctrl_c")
 def keyboard_interrupt(run: Any) -> NoReturn:
     run.log({"x": 1})
     raise KeyboardInterrupt
 
 
-@differs("ctrl_c")
-def sigint(run: Any) -> None:
-    run.log({"x": 1})
-    signal.raise_signal(signal.SIGINT)
-
-
-@differs("sigterm", is_full=False)
+@differs("sigterm")
 def sigterm(run: Any) -> None:
     run.log({"x": 1})
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(60)
-
-
-def sigterm_with_a_handler_that_exits(run: Any) -> None:
-    run.log({"x": 1})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(60)
 
@@ -141,15 +82,6 @@ def sigterm_ignored(run: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGTERM)
     run.log({"x": 1})
-
-
-@full_end
-def sigalrm_that_raises(run: Any) -> None:
-    def ring(*_: object) -> NoReturn:
-        raise TimeoutError("a watchdog")
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.raise_signal(signal.SIGALRM)
 
 
 @full_end
@@ -165,76 +97,19 @@ def os_exit(run: Any) -> None:
 
 
 @differs("at_exit")
-def an_exit_function(run: Any) -> None:
-    atexit.register(print, "SAID at exit")
-    run.log({"x": 1})
-
-
-@differs("at_exit")
 def a_row_at_exit(run: Any) -> None:
     run.log({"x": 1})
     atexit.register(run.log, {"x": 2})
 
 
 @full_end
-def an_exit_function_that_raises(run: Any) -> None:
-    atexit.register(lambda: 1 / 0)
-
-
-@full_end
-def a_generator_that_is_closed(run: Any) -> None:
-    def rows() -> Iterator[int]:
-        try:
-            yield 1
-        finally:
-            run.log({"closed": 1})
-
-    generator = rows()
-    next(generator)
-    generator.close()
-
-
-@full_end
-def asyncio_that_raises(run: Any) -> None:
-    async def fail() -> None:
-        await asyncio.sleep(0)
-        raise OwnError("in a task")
-
-    asyncio.run(fail())
-
-
-@full_end
-def asyncio_that_is_cancelled(run: Any) -> None:
-    async def rows() -> AsyncIterator[int]:
-        yield 1
-        raise asyncio.CancelledError
-
-    async def consume() -> None:
-        async for _ in rows():
-            run.log({"x": 1})
-
-    asyncio.run(consume())
-
-
-@end
 def click_exit(run: Any) -> NoReturn:
     """A command of click, which turns its own exceptions into exit codes."""
-    _click(run, lambda: click.get_current_context().exit(3))
 
-
-@full_end
-def click_usage_error(run: Any) -> NoReturn:
-    def fail() -> NoReturn:
-        raise click.UsageError("wrong use")
-
-    _click(run, fail)
-
-
-def _click(run: Any, act: Any) -> NoReturn:
     @click.command()
     def command() -> None:
         run.log({"x": 1})
-        act()
+        click.get_current_context().exit(3)
 
     command.main([])
     raise AssertionError("click ends the process")
@@ -244,12 +119,6 @@ def _click(run: Any, act: Any) -> NoReturn:
 def finish_with_a_code(run: Any) -> None:
     run.log({"x": 1})
     run.finish(exit_code=3)
-
-
-@full_end
-def finish_with_a_code_and_exit(run: Any) -> NoReturn:
-    run.finish(3)
-    sys.exit(3)
 
 
 @full_end
@@ -266,25 +135,10 @@ def finish_and_raise(run: Any) -> NoReturn:
 
 
 @full_end
-def finish_twice(run: Any) -> None:
-    run.finish()
-    run.finish()
-    wandb.finish()
-
-
-@full_end
 def a_with_block_that_raises(run: Any) -> None:
     with run:
         run.log({"x": 1})
         raise OwnError("in the block")
-
-
-@full_end
-def a_failure_that_is_handled(run: Any) -> None:
-    try:
-        raise OwnError("handled")
-    except OwnError:
-        run.log({"x": 1})
 
 
 @differs("excepthook")
@@ -305,20 +159,7 @@ def a_broken_exception(run: Any) -> NoReturn:
 # the ends of two ranks under torchrun
 
 
-@TABLE.program("ranks end", is_full=True)
-def both_ranks_return(run: Any) -> None:
-    if run is not None:
-        run.log({"x": 1})
-
-
-@TABLE.program("ranks end", is_full=True)
-def the_rank_with_the_run_raises(run: Any) -> None:
-    if run is not None:
-        raise OwnError("made to fail")
-    threading.Event().wait(60)  # until torchrun ends it
-
-
-@TABLE.program("ranks end", differs="other_rank", is_full=True)
+@TABLE.program("ranks end", differs="other_rank")
 def the_other_rank_raises(run: Any) -> None:
     if run is not None:
         run.log({"x": 1})

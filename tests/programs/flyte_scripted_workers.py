@@ -1,4 +1,4 @@
-"""The training of `scripted_training.py` as Flyte 1 tasks with workers."""
+"""The training of `scripted_training.py` as a Flyte 1 task with workers."""
 
 import scripted_training as training
 from flytekit import task
@@ -11,19 +11,7 @@ LOCAL = {"nnodes": 1, "nproc_per_node": 2, "increase_shared_mem": False, "monito
 
 @tracking_init(**{"project": training.PROJECT, **training.SETTINGS.get("tracking", {})})
 @task(task_config=Elastic(start_method="spawn", **LOCAL))
-def spawn(n: int) -> str:
-    worker()
-    return ""
-
-
-@tracking_init(**{"project": training.PROJECT, **training.SETTINGS.get("tracking", {})})
-@task(task_config=Elastic(start_method="fork", **LOCAL))
-def fork(n: int) -> str:
-    worker()
-    return ""
-
-
-def worker() -> None:
+def workers(n: int) -> str:
     if "collective" in training.SETTINGS["ends"].values():
         import torch.distributed as dist
 
@@ -32,7 +20,8 @@ def worker() -> None:
         training.body()
     finally:
         training.note("unwound")
+    return ""
 
 
 if __name__ == "__main__":
-    {"spawn": spawn, "fork": fork}[training.SETTINGS["task"]](n=1)
+    workers(n=1)

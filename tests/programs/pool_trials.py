@@ -1,8 +1,7 @@
 """Trials on the long-lived workers of a pool: `pool_trials.py POOL TRIALS`. Each trial logs 5 rows, and has a config.
 
-The pool is "dask" (2 worker processes), "dask-threads", "ray-tasks", "ray-actors", "loky", "joblib", "futures", "spark"
-or "mpi" (mpi4py.futures: start it with `mpirun -n 3 python -m mpi4py.futures`). What each trial has found is printed as
-JSON.
+The pool is "dask" (2 worker processes), "ray-tasks", "joblib", "futures", "spark" or "mpi" (mpi4py.futures: start it
+with `mpirun -n 3 python -m mpi4py.futures`). What each trial has found is printed as JSON.
 """
 
 import json
@@ -25,18 +24,14 @@ def trial(number: int) -> dict[str, Any]:
     return train()
 
 
-def dask(numbers: Iterable[int], processes: bool = True) -> list[Any]:
+def dask(numbers: Iterable[int]) -> list[Any]:
     from distributed import Client, LocalCluster
 
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, processes=processes, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         Client(cluster) as client,
     ):
         return client.gather(client.map(trial, numbers, pure=False))
-
-
-def dask_threads(numbers: Iterable[int]) -> list[Any]:
-    return dask(numbers, processes=False)
 
 
 def ray_tasks(numbers: Iterable[int]) -> list[Any]:
@@ -45,24 +40,6 @@ def ray_tasks(numbers: Iterable[int]) -> list[Any]:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
     run = ray.remote(trial)
     return ray.get([run.remote(number) for number in numbers])
-
-
-def ray_actors(numbers: Iterable[int]) -> list[Any]:
-    import ray
-
-    class Worker:
-        def trial(self, number: int) -> dict[str, Any]:
-            return trial(number)
-
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
-    actors = [ray.remote(Worker).remote() for _ in range(2)]
-    return ray.get([actors[number % 2].trial.remote(number) for number in numbers])
-
-
-def loky(numbers: Iterable[int]) -> list[Any]:
-    from loky import get_reusable_executor
-
-    return list(get_reusable_executor(max_workers=2).map(trial, numbers))
 
 
 def joblib(numbers: Iterable[int]) -> list[Any]:
@@ -94,10 +71,7 @@ def spark(numbers: Iterable[int]) -> list[Any]:
 
 POOLS: dict[str, Callable[[Iterable[int]], list[Any]]] = {
     "dask": dask,
-    "dask-threads": dask_threads,
     "ray-tasks": ray_tasks,
-    "ray-actors": ray_actors,
-    "loky": loky,
     "joblib": joblib,
     "futures": futures,
     "mpi": mpi,

@@ -1,10 +1,9 @@
 """Ray Train and Ray Tune: `ray_training.py KIND WORKERS [RUN_MODE [RANK_SCOPE]]`. Each rank reports its truth.
 
-RAY_NODES is the number of Ray's nodes on this machine, 1 by default; RAY_ADDRESS is that of a Ray which runs.
+RAY_NODES is the number of Ray's nodes on this machine, 1 by default.
 
-Kinds: "train" (one fit), "twice" (two fits of one script, whose name is the same), "loop" (a fit that trains twice),
-"retry" (the first attempt fails in the middle), "data-parallel" (no variables of a rank), "tune" (WORKERS trials at
-once), "tune-retry" (each trial fails once).
+Kinds: "train" (one fit), "loop" (a fit that trains twice), "retry" (the first attempt fails in the middle),
+"tune" (WORKERS trials at once), "tune-retry" (each trial fails once).
 """
 
 import json
@@ -21,7 +20,6 @@ from ray import tune
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
@@ -50,11 +48,7 @@ def report(found: dict[str, Any], name: str) -> None:
 def worker(config: dict[str, Any]) -> None:
     context = ray_train.get_context()
     truth = {"rank": context.get_world_rank(), "world_size": context.get_world_size(), "restart_count": 0}
-    truth |= {
-        "local_rank": context.get_local_rank(),
-        "node": context.get_node_rank(),
-        "name": context.get_experiment_name(),
-    }
+    truth |= {"local_rank": context.get_local_rank(), "node": context.get_node_rank()}
     mark = HERE / f"failed-{truth['rank']}"
     if config["kind"] == "retry" and not mark.exists():
         mark.touch()
@@ -84,19 +78,16 @@ def fit_all(kind: str, workers: int) -> None:
         )
         tune.Tuner(tune.with_resources(trial, {"cpu": 1}), param_space=space, run_config=config).fit()
         return
-    trainer = DataParallelTrainer if kind == "data-parallel" else TorchTrainer
-    for _ in range(2 if kind == "twice" else 1):
-        run_config = RunConfig(name=f"fitted-{os.getpid()}", storage_path=storage, failure_config=failures)
-        scaling = ScalingConfig(num_workers=workers, placement_strategy="SPREAD")
-        trainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
+    run_config = RunConfig(name=f"fitted-{os.getpid()}", storage_path=storage, failure_config=failures)
+    scaling = ScalingConfig(num_workers=workers, placement_strategy="SPREAD")
+    TorchTrainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
 
 
 @contextmanager
 def connected(nodes: int) -> Iterator[None]:
     """Use a Ray of so many nodes, each with the CPUs of two workers. Ray tells nodes by their addresses."""
-    if "RAY_ADDRESS" in os.environ or nodes == 1:
-        own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}
-        ray.init(logging_level="error", **own)
+    if nodes == 1:
+        ray.init(logging_level="error", num_cpus=4, include_dashboard=False)
         yield
         return
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})

@@ -7,7 +7,6 @@ what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `EN
 attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the
 function; `handler_inside`: in it; `handler_after_rows`: in it, when its first rows are logged. `nested`: another
 decorated function is called. `async`: the function is async, and sleeps. `torch`: each rank imports it.
-`start_together`: so many ranks wait for each other before the function.
 """
 
 import asyncio
@@ -176,20 +175,6 @@ def crashes() -> None:
     ctypes.string_at(0)
 
 
-def runs_out_of_memory() -> None:
-    """The limit is that of the process: `malloc` fails, and Python raises."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-    bytearray(2**34)
-
-
-def fills_memory() -> None:
-    """The limit is that of a control group: the kernel kills. Without one, this ends at 400 MB."""
-    filled = [bytearray(b"x" * 2**20) for _ in range(400)]
-    raise AssertionError(f"not killed at {len(filled)} MB")
-
-
 def hides_its_failure() -> None:
     """The peers of a collective lose this rank before its own exception leaves the function."""
     import torch.distributed as dist
@@ -214,12 +199,9 @@ ENDS: dict[str, Callable[[], object]] = {
     "raise at go": raises_at_go,
     "os._exit 7 at go": at_go(lambda: os._exit(7)),
     "segfault at go": at_go(crashes),
-    "out of memory at go": at_go(runs_out_of_memory),
-    "killed for memory at go": at_go(fills_memory),
     "destroy, raise at go": at_go(hides_its_failure),
     "collective at go": at_go(lambda: in_collective()),
     "exit 3": lambda: sys.exit(3),
-    "os._exit 0": lambda: os._exit(0),
     "loop": loop,
     "loop 3 s": lambda: loop(3),
     "finally": in_finally,
@@ -292,16 +274,6 @@ async def train_async() -> None:
         note("unwound")
 
 
-def wait_for_ranks(count: int) -> None:
-    """Wait until so many ranks have started and imported W&B: on a busy machine that is seconds apart."""
-    if count:
-        import wandb  # noqa: F401
-
-        Path(DIRECTORY, f"imported-{rank()}").touch()
-        while len(list(DIRECTORY.glob("imported-*"))) < count:
-            time.sleep(0.02)
-
-
 def main() -> None:
     if "handler" in SETTINGS:
         signal.signal(signal.SIGTERM, handler(SETTINGS["handler"]))
@@ -313,7 +285,6 @@ def main() -> None:
     if SETTINGS.get("torch"):
         import torch.distributed  # noqa: F401
     note(f"starts {rank()}")
-    wait_for_ranks(SETTINGS.get("start_together", 0))
     try:
         asyncio.run(train_async()) if SETTINGS.get("async") else train(**SETTINGS.get("tracking", {}))
         if "then" in SETTINGS:

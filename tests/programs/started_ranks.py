@@ -54,23 +54,8 @@ def debug() -> None:
     debug_launcher(_in_group, num_processes=RANKS)
 
 
-def debug_accelerator() -> None:
-    """`Accelerator()` sets RANK=0 in both processes."""
-    from accelerate import debug_launcher
-
-    debug_launcher(_after_accelerator, num_processes=RANKS)
-
-
 def _in_group() -> None:
     train(dist.get_rank(), dist.get_world_size())
-
-
-def _after_accelerator() -> None:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    assert os.environ["RANK"] == "0"
-    train(accelerator.process_index, accelerator.num_processes)
 
 
 def notebook() -> None:
@@ -119,20 +104,11 @@ def deepspeed_peer_fails() -> None:
 
 def spark() -> None:
     """Spark's TorchDistributor, whose tasks each start a torchrun of one process."""
-    _distribute(local_mode=False)
-
-
-def spark_driver() -> None:
-    """Spark's TorchDistributor, whose driver starts one torchrun with all processes."""
-    _distribute(local_mode=True)
-
-
-def _distribute(local_mode: bool) -> None:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
 
     with SparkSession.builder.master(f"local[{RANKS}]").getOrCreate():
-        TorchDistributor(num_processes=RANKS, local_mode=local_mode, use_gpu=False).run(_by_variables)
+        TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(_by_variables)
 
 
 def spawn() -> None:
@@ -145,32 +121,14 @@ def _with_late_variables(index: int) -> None:
     train(index, RANKS)
 
 
-def spawn_rank() -> None:
-    """As many scripts do for `init_process_group()`, which needs no LOCAL_RANK."""
-    mp.spawn(_with_rank_alone, nprocs=RANKS)
-
-
-def _with_rank_alone(index: int) -> None:
-    os.environ.update(RANK=str(index), WORLD_SIZE=str(RANKS))
-    train(index, RANKS)
-
-
 def spawn_same() -> None:
     """A notebook has set the variables of one process for all that it starts."""
-    _spawn_same("same")
-
-
-def spawn_same_without_id() -> None:
-    _spawn_same(None)
-
-
-def _spawn_same(run_id: str | None) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS))
-    mp.spawn(_as_rank_0, args=(mp.get_context("spawn").Barrier(RANKS), run_id), nprocs=RANKS)
+    mp.spawn(_as_rank_0, args=(mp.get_context("spawn").Barrier(RANKS),), nprocs=RANKS)
 
 
-def _as_rank_0(index: int, together: Any, run_id: str | None) -> None:
-    @tracking_init(project="ranks", id=run_id)
+def _as_rank_0(index: int, together: Any) -> None:
+    @tracking_init(project="ranks", id="same")
     def train_until_all_have_called() -> str:
         together.wait()
         get_run().log({"pid": os.getpid()})

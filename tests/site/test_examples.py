@@ -12,12 +12,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import torch
 import yaml
 from support import jobs
 from support.waiting import wait_for_file, wait_until
@@ -38,6 +39,17 @@ def example(directory: Path, name: str, processes: int, *arguments: str, **env: 
     return done
 
 
+def loaded(path: Path) -> dict[str, Any]:
+    import torch
+
+    return dict(torch.load(path, weights_only=True))
+
+
+def skip_without(package: str) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[WandbServer]:
     with WandbServer() as running:
@@ -52,7 +64,7 @@ def test_a_moved_script_has_one_run_with_its_arguments_and_rank_0_saves(tmp_path
     assert all(row["loss"] > 0 for row in run.rows)  # the weights are random at the start, so that it need not fall
     assert run.config["tracking_init"]["world_size"] == 2
     assert (run.config["lr"], run.config["steps"]) == (0.1, 20)
-    assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == {"weight", "bias"}
+    assert loaded(tmp_path / "model.pt").keys() == {"weight", "bias"}
 
 
 def test_a_script_without_a_function_has_a_run(tmp_path):
@@ -108,7 +120,7 @@ def test_the_slow_rank_is_named_and_an_evaluation_is_no_hang(tmp_path):
     ],
 )
 def test_a_time_limit_stops_both_ranks_with_a_checkpoint(tmp_path, name, package, checkpoint):
-    pytest.importorskip(package)
+    skip_without(package)
     soon = str(int(time.time()) + 600)  # they stop ten minutes before it
     code = (EXAMPLES / name).read_text()
     for few in ('"max_steps": 4', '"max_steps": 2', "train(steps=4)"):
@@ -145,26 +157,16 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
 
 @pytest.mark.sampled_full(1)
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("argument", "mode"),
-    [
-        ("", "offline"),
-        pytest.param("", "disabled", marks=pytest.mark.wide),
-        pytest.param('run_mode="shared"', "offline", marks=pytest.mark.full),
-        pytest.param('run_mode="new"', "offline", marks=pytest.mark.wide),
-        pytest.param("primary_rank=-1", "offline", marks=pytest.mark.wide),
-    ],
-)
-def test_rank_0_alone_saves_the_checkpoint_whoever_has_a_run(tmp_path, argument, mode):
+@pytest.mark.parametrize("argument", ["", 'run_mode="shared"', "primary_rank=-1"])
+def test_rank_0_alone_saves_the_checkpoint_whoever_has_a_run(tmp_path, argument):
     """And the next job continues from it: its first step is the one after the last that was saved."""
-    env = {"WANDB_MODE": mode}
     for steps, saved, last in ((250, ["0 100", "0 200"], 200), (320, ["0 300"], 300)):
-        done = jobs.run(checkpoints(tmp_path, steps, argument), tmp_path, env)
+        done = jobs.run(checkpoints(tmp_path, steps, argument), tmp_path)
         assert done.returncode == 0, done.output
         assert re.findall("saved by (.+)", done.output) == saved, done.output
-        assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == last
+        assert loaded(tmp_path / "checkpoint.pt")["step"] == last
     with_rows = [[row["train_step"] for row in run.rows] for run in done.runs if run.rows]
-    ranks = {'run_mode="shared"': 2, 'run_mode="new"': 2}.get(argument, 1) if mode == "offline" else 0
+    ranks = 2 if "shared" in argument else 1
     trained = sorted([*range(250), *range(200, 320)] * ranks)
     assert sorted(step for steps in with_rows for step in steps) == trained
 
@@ -179,14 +181,10 @@ def test_fsdp_has_one_run_with_the_values_of_all_ranks(tmp_path):
 
 
 @pytest.mark.wide
-def test_an_evaluation_logs_to_the_run_of_its_training(tmp_path):
+def test_an_evaluation_logs_to_the_run_of_its_training_or_by_itself_to_one_of_its_own(tmp_path):
     (run,) = example(tmp_path, "evaluation.py", 2).runs
     assert ["test/error" in row for row in run.rows] == ([False] * 10 + [True]) * 3
-
-
-@pytest.mark.wide
-def test_an_evaluation_by_itself_has_a_run(tmp_path):
-    (run,) = jobs.python(tmp_path, EXAMPLES / "evaluation.py", "evaluate").runs
+    (run,) = jobs.python(tmp_path / "alone", EXAMPLES / "evaluation.py", "evaluate").runs
     assert (run.exit_code, len(run.rows)) == (0, 1)
 
 
@@ -200,7 +198,7 @@ def test_a_preempted_training_continues_where_it_stopped(tmp_path):
     preempted = jobs.finish(job, tmp_path)
     (stopped,) = preempted.runs
     assert (stopped.exit_code, stopped.summary["stop/reason"]) == (143, "SIGTERM"), preempted.output
-    steps = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] + 20
+    steps = loaded(tmp_path / "checkpoint.pt")["step"] + 20
     continued = jobs.run(checkpoints(tmp_path, steps), tmp_path, env)
     assert continued.returncode == 0, continued.output
     assert [(run.id, run.exit_code) for run in continued.runs] == [("preempted", 143), ("preempted", 0)]
@@ -209,14 +207,12 @@ def test_a_preempted_training_continues_where_it_stopped(tmp_path):
 
 def checkpoints(directory: Path, steps: int, argument: str = "", options: Sequence[str] = ()) -> list[str]:
     """The command of `checkpoints.py` with so many steps and one more argument. It prints who saves, and what."""
-    code, changes = (
-        (EXAMPLES / "checkpoints.py").read_text(),
-        {
-            "10_000": str(steps),
-            'tracking_init(project="examples"': f'tracking_init({argument}{", " * bool(argument)}project="examples"',
-            "torch.save(state": 'print("saved by", info.rank, state["step"], flush=True), torch.save(state',
-        },
-    )
+    code = (EXAMPLES / "checkpoints.py").read_text()
+    changes = {
+        "10_000": str(steps),
+        'tracking_init(project="examples"': f'tracking_init({argument}{", " * bool(argument)}project="examples"',
+        "torch.save(state": 'print("saved by", info.rank, state["step"], flush=True), torch.save(state',
+    }
     for old, new in changes.items():
         assert code.count(old) == 1, old
         code = code.replace(old, new)
@@ -234,12 +230,11 @@ def test_the_quickstart_is_the_readmes():
     assert TRAIN.read_text().partition("\n")[2] == written
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("name", "package"), [pytest.param("flyte1.py", "flytekit", marks=pytest.mark.full), ("flyte2.py", "flyte")]
+    ("name", "package"), [pytest.param("flyte1.py", "flytekit", marks=pytest.mark.wide), ("flyte2.py", "flyte")]
 )
 def test_the_quickstarts_of_flyte_have_one_run(tmp_path, name, package):
-    pytest.importorskip(package)
+    skip_without(package)
     done = jobs.python(tmp_path, EXAMPLES / "quickstart" / name)
     assert done.returncode == 0, done.output
     assert "last loss: 0.1" in done.output
@@ -255,6 +250,14 @@ def together(directory: Path, commands: list[tuple[Mapping[str, str], list[str]]
     done = [jobs.finish(job, directory) for job in running]
     assert [one.returncode for one in done] == [0] * len(done), "\n".join(one.output for one in done)
     return done[0]
+
+
+def replaced(directory: Path, **programs: str) -> dict[str, str]:
+    """Put these programs there, and return the PATH on which they are the first."""
+    for name, code in programs.items():
+        (directory / name).write_text(code)
+        (directory / name).chmod(0o755)
+    return {"PATH": f"{directory}{os.pathsep}{PATH['PATH']}"}
 
 
 def assert_one_run(done: jobs.Done, launcher: str) -> None:
@@ -305,49 +308,16 @@ def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
 def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     """`sbatch` and `srun` are replaced by what they set. `tests/slurm` runs the script on a real Slurm."""
     srun = (jobs.PROGRAMS / "srun.sh").read_text()
-    for name, code in {"srun": srun, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
-        (tmp_path / name).write_text(code)
-        (tmp_path / name).chmod(0o755)
+    path = replaced(tmp_path, srun=srun, scontrol="#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n")
     (tmp_path / "train.py").write_text(TRAIN.read_text())
     script = (EXAMPLES / "slurm" / "train.sbatch").read_text()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(script.splitlines())
     job = secrets.token_hex(4)  # starts are counted by job
-    env = {
-        "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
-        "SLURM_JOB_ID": job,
-        "SLURM_CLUSTER_NAME": "here",
-        "SLURM_JOB_NODELIST": "node-[0-1]",
-    }
+    env = {**path, "SLURM_JOB_ID": job, "SLURM_CLUSTER_NAME": "here", "SLURM_JOB_NODELIST": "node-[0-1]"}
     done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "train.sbatch"], tmp_path, env)
     assert done.returncode == 0, done.output
     assert_one_run(done, "slurm")
     assert done.runs[0].id == f"slurm-here-{job}-0-train"
-
-
-@pytest.mark.wide
-def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_path):
-    """`srun` is replaced by two agents. `tests/slurm` requeues the script on a real Slurm."""
-    job = secrets.token_hex(4)  # starts are counted by job
-    for name, code in {
-        "srun": '#!/bin/bash\n"$@" & first=$!\n"$@" && wait $first\n',
-        "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
-    }.items():
-        (tmp_path / name).write_text(code)
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "train.py").write_text(TRAIN.read_text())
-    env = {
-        "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
-        "MASTER_PORT": str(jobs.free_port()),
-        "GPUS_PER_NODE": "2",
-        "SLURM_JOB_ID": job,
-        "SLURMD_NODENAME": "node-0",
-        "SLURM_JOB_NODELIST": "node-[0-1]",
-        "SLURM_NNODES": "2",
-    }
-    done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "torchrun.sbatch"], tmp_path, env)
-    assert done.returncode == 0, done.output
-    assert_one_run(done, "torchelastic")
-    assert done.runs[0].id == f"slurm-{job}-batch-train"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("slurm/*.sbatch")), ids=lambda path: path.name)
@@ -378,15 +348,8 @@ case "$1 $2" in
     requeue*) echo $2 >> {tmp_path}/requeued;;
 esac
 """
-    for name, code in {"srun": f"#!/bin/sh\necho $@\nexit {exit_code}\n", "scontrol": scontrol}.items():
-        (tmp_path / name).write_text(code)
-        (tmp_path / name).chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node-[0-1]",
-        "SLURM_NNODES": "2",
-    }
+    path = replaced(tmp_path, srun=f"#!/bin/sh\necho $@\nexit {exit_code}\n", scontrol=scontrol)
+    env = {**path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_NNODES": "2"}
     done = jobs.run(["bash", "-u", EXAMPLES / "slurm" / "preempted.sbatch"], tmp_path, env)
     assert done.returncode == exit_code
     assert "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node-0:29500" in done.output
@@ -424,13 +387,11 @@ def test_all_roles_of_one_srun_log_to_one_run(tmp_path, server):
 
 def test_the_script_for_a_hang_tells_the_rank_of_each_process(tmp_path):
     """With a py-spy that only names the process."""
-    (tmp_path / "py-spy").write_text('#!/bin/sh\necho "Process $3"\n')
-    (tmp_path / "py-spy").chmod(0o755)
+    path = replaced(tmp_path, **{"py-spy": '#!/bin/sh\necho "Process $3"\n'})
     (tmp_path / "train.py").write_text("input()")
     with subprocess.Popen([sys.executable, tmp_path / "train.py"], stdin=subprocess.PIPE, env={"RANK": "3"}) as rank:
         wait_until(lambda: b"train.py" in Path(f"/proc/{rank.pid}/cmdline").read_bytes())
-        env = {"PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}"}
-        done = jobs.run(["sh", EXAMPLES / "where.sh"], tmp_path, env)
+        done = jobs.run(["sh", EXAMPLES / "where.sh"], tmp_path, path)
         rank.communicate(b"\n")
     assert f"RANK=3\nProcess {rank.pid}\n" in done.output
 

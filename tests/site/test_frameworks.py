@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from support import jobs
 from support.backends import EXAMPLES
-from support.mlflow_server import StoredRun, stored_runs
+from support.mlflow_server import stored_runs
 from support.wandb_server import RecordedRun, WandbServer
 
 TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=2")
@@ -26,14 +27,17 @@ class Job:
 
     def __init__(self, server: WandbServer, directory: Path, command: list[str]) -> None:
         self.directory, self.server = directory, server
-        self._store = directory / "mlflow.db"
         env = {
             **server.environment,
             "PYTHONPATH": jobs.search_path(EXAMPLES),
-            "MLFLOW_TRACKING_URI": f"sqlite:///{self._store}",
+            "MLFLOW_TRACKING_URI": f"sqlite:///{directory / 'mlflow.db'}",
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
         self.done = jobs.run(command, directory, env)
+
+    @property
+    def projects(self) -> list[str]:
+        return [run.project for run in self.server.runs]
 
     def run(self, project: str) -> RecordedRun:
         """The only one of the project."""
@@ -41,175 +45,107 @@ class Job:
         assert (run.rows_overwritten, run.rows_after_completion) == (0, 0)
         return run
 
-    def mlflow_run(self) -> StoredRun:
-        (run,) = stored_runs(self._store, "mlflow")
-        return run
-
     def seen(self, name: str) -> Any:
         text = (self.directory / f"seen-{name}").read_text()
         return json.loads(text) if name.endswith(".json") else text
 
 
-def job(directory: Path, package: str, command: list[str]) -> Iterator[Job]:
+@contextmanager
+def job(directory: Path, package: str, launcher: list[str], program: str, *arguments: str) -> Iterator[Job]:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     with WandbServer() as server:
-        ended = Job(server, directory, command)
-        yield ended
+        yield Job(server, directory, [*launcher, str(jobs.PROGRAMS / program), *arguments])
         assert server.errors == []
 
 
-def script(name: str, *arguments: str) -> list[str]:
-    return [str(jobs.PROGRAMS / name), *arguments]
+@pytest.mark.full
+def test_trainers_runs_are_ours(tmp_path):
+    with job(tmp_path, "transformers", TORCHRUN, "hf_runs.py") as trainer:
+        assert trainer.done.returncode == 0, trainer.done.output
+        assert trainer.projects == ["examples", "failing", "shared", "search"]
+        seen = [trainer.seen(f"{rank}.json") for rank in (0, 1)]
+
+        run = trainer.run("examples")
+        assert (run.name, run.exit_codes, run.config["data"]) == ("trainer", [0], "y = 2x")
+        assert any("train/loss" in row for row in run.rows)
+
+        run = trainer.run("failing")  # once Trainer is done
+        assert (run.id, run.name) == ("failing", "ours")
+        assert [row["train/global_step"] for row in run.rows] == [1, 2, 3, 4, 4]
+        assert all("train/loss" in row for row in run.rows[:4])
+        assert (run.config["mine"], run.config["max_steps"]) == (1, 4)
+        assert run.config["learning_rate"] == 5e-5  # of equal keys, Trainer's is the later one
+        assert seen[0]["failing"] == {"id": "failing", "wandb": True, "raised": "made to fail"}
+        assert seen[1]["failing"]["id"] is None
+        assert (run.exit_codes, run.state) == ([1], "failed")
+
+        run = trainer.run("search")  # Trainer calls `wandb.finish()` before each trial, on every rank
+        assert seen[0]["search"] == {"id": "search", "trials": 2}
+        assert [row["train/global_step"] for row in run.rows] == [1, 2, 3, 4, 4] * 2
+        assert [row["train/learning_rate"] for row in run.rows[:6:5]] == [0.1, 0.2]
+        assert run.exit_codes == [0]
+
+        run = trainer.run("shared")  # Trainer logs once, and the ranks beside it
+        assert [row["train/global_step"] for row in run.rows if "rank" not in row] == [1, 2, 3, 4, 4]
+        assert sorted(row["rank"] for row in run.rows if "rank" in row) == [0, 1]
+        assert [one["shared"]["id"] for one in seen] == ["shared", "shared"]
+        assert run.exit_codes == [0]
+
+        (stored,) = stored_runs(tmp_path / "mlflow.db", "mlflow")  # both ranks open it, in a store that is made now
+        assert (stored.id, stored.name, stored.status) == ("mlflow", "ours", "FINISHED")
+        assert len(stored.values("loss")) == 4
+        assert stored.params["max_steps"] == "4"
+        assert [one["mlflow"]["id"] for one in seen] == ["mlflow", "mlflow"]
 
 
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    directory = tmp_path_factory.mktemp("trainer")
-    for ended in job(directory, "transformers", [*TORCHRUN, *script("hf_runs.py")]):
-        assert ended.done.returncode == 0, ended.done.output
-        yield ended
+def test_a_crash_after_accelerates_end_training_is_recorded(tmp_path):
+    """`end_training()` calls `finish()` on the run, and destroys the process group: the run ends without it."""
+    with job(tmp_path, "accelerate", TORCHRUN, "accelerate_runs.py", "ended") as accelerate:
+        assert accelerate.done.returncode == 0, accelerate.done.output
+        assert accelerate.done.output.count("raised: made to fail") == 2
+        assert accelerate.projects == ["ended"]
+        run = accelerate.run("ended")
+        assert (run.name, run.exit_codes, run.state) == ("ours", [1], "failed")
+        assert [row["_step"] for row in run.rows] == [0, 1, 2, 3]  # Accelerate's own are explicit
+        assert all("loss" in row for row in run.rows)
+        assert run.rows[-1]["after"] == 1
+        assert (run.config["mine"], run.config["lr"]) == (1, 0.1)
+        assert [accelerate.seen(f"ended-{rank}") for rank in (0, 1)] == ["ended", "None"]
 
 
-@pytest.fixture(scope="module")
-def accelerate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    directory = tmp_path_factory.mktemp("accelerate")
-    yield from job(directory, "accelerate", [*TORCHRUN, *script("accelerate_runs.py", "ended")])
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+@pytest.mark.wide
+def test_notebook_launcher_starts_a_decorated_function_and_is_called_in_one(tmp_path):
     ports = [str(jobs.free_port()), str(jobs.free_port())]
-    command = [sys.executable, *script("accelerate_runs.py", "notebook", *ports)]
-    for ended in job(tmp_path_factory.mktemp("notebook"), "accelerate", command):
-        assert ended.done.returncode == 0, ended.done.output
-        yield ended
-
-
-@pytest.fixture(scope="module")
-def lightning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    command = [*TORCHRUN, *script("lightning_runs.py", "wandb", "example")]
-    for ended in job(tmp_path_factory.mktemp("lightning"), "lightning", command):
-        assert ended.done.returncode == 0, ended.done.output
-        yield ended
-
-
-@pytest.fixture(scope="module")
-def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    command = [sys.executable, *script("lightning_runs.py", "own")]
-    yield from job(tmp_path_factory.mktemp("own"), "lightning", command)
-
-
-@pytest.mark.sampled_full(2)
-@pytest.mark.parametrize(
-    ("framework", "projects"),
-    [
-        pytest.param("trainer", ["examples", "failing", "shared", "search"], marks=pytest.mark.full),
-        ("accelerate", ["ended"]),
-        pytest.param("lightning", ["wandb", "examples"], marks=pytest.mark.full),
-    ],
-)
-def test_no_framework_makes_a_second_run(request, framework, projects):
-    assert [run.project for run in request.getfixturevalue(framework).server.runs] == projects
-
-
-@pytest.mark.full
-def test_trainers_run_is_ours_with_our_name_both_configs_and_all_its_rows(trainer):
-    run = trainer.run("failing")
-    assert (run.id, run.name) == ("failing", "ours")
-    assert [row["train/global_step"] for row in run.rows] == [1, 2, 3, 4, 4]
-    assert all("train/loss" in row for row in run.rows[:4])
-    assert (run.config["mine"], run.config["max_steps"]) == (1, 4)
-    assert run.config["learning_rate"] == 5e-5  # of equal keys, Trainer's is the later one
-    assert trainer.seen("0.json")["failing"] == {"id": "failing", "wandb": True, "raised": "made to fail"}
-    assert trainer.seen("1.json")["failing"]["id"] is None
-
-
-@pytest.mark.full
-def test_a_failure_after_trainer_is_done_is_the_runs(trainer):
-    assert (trainer.run("failing").exit_codes, trainer.run("failing").state) == ([1], "failed")
+    with job(tmp_path, "accelerate", [sys.executable], "accelerate_runs.py", "notebook", *ports) as notebook:
+        assert notebook.done.returncode == 0, notebook.done.output
+        assert notebook.projects == ["launched", "launching"]
+        run = notebook.run("launched")
+        assert ([row["_step"] for row in run.rows], run.exit_codes) == ([0, 1, 2], [0])
+        assert [notebook.seen(f"launched-{rank}") for rank in (0, 1)] == ["launched", "None"]
+        run = notebook.run("launching")  # its forked workers do not end it
+        assert [{"before", "after"} & row.keys() for row in run.rows] == [{"before"}, {"after"}]
+        assert run.exit_codes == [0]
+        assert [notebook.seen(f"forked-{rank}") for rank in (0, 1)] == ["None", "None"]
 
 
 @pytest.mark.wide
-def test_rule_2_a_hyperparameter_search_leaves_one_run(trainer):
-    """Trainer calls `wandb.finish()` before each trial, on every rank."""
-    run = trainer.run("search")
-    assert trainer.seen("0.json")["search"] == {"id": "search", "trials": 2}
-    assert [row["train/global_step"] for row in run.rows] == [1, 2, 3, 4, 4] * 2
-    assert [row["train/learning_rate"] for row in run.rows[:6:5]] == [0.1, 0.2]
-    assert run.exit_codes == [0]
+def test_lightnings_runs_are_ours(tmp_path):
+    with job(tmp_path, "lightning", TORCHRUN, "lightning_runs.py", "wandb", "example") as lightning:
+        assert lightning.done.returncode == 0, lightning.done.output
+        assert lightning.projects == ["wandb", "examples"]
+        run = lightning.run("wandb")
+        assert (run.id, run.name, run.exit_codes, run.config["mine"]) == ("wandb", "ours", [0], 1)
+        assert [row.get("trainer/global_step") for row in run.rows] == [0, 1, 1]  # the last one by step_sync=True
+        assert run.rows[-1]["after"] == 1
+        assert lightning.seen("wandb-0.json") == {"id": "wandb", "same": True}
+        assert lightning.seen("wandb-1.json") == {"id": None, "same": False}
+        assert axes_of(run) == {"*": "trainer/global_step"}  # the function says so: Lightning, in a run of its own
 
-
-@pytest.mark.wide
-def test_in_a_shared_run_trainer_logs_once_and_the_ranks_beside_it(trainer):
-    run = trainer.run("shared")
-    assert [row["train/global_step"] for row in run.rows if "rank" not in row] == [1, 2, 3, 4, 4]
-    assert sorted(row["rank"] for row in run.rows if "rank" in row) == [0, 1]
-    assert [trainer.seen(f"{rank}.json")["shared"]["id"] for rank in (0, 1)] == ["shared", "shared"]
-    assert run.exit_codes == [0]
-
-
-@pytest.mark.wide
-def test_trainers_mlflow_run_is_ours_which_both_ranks_open_in_a_store_that_is_made_now(trainer):
-    run = trainer.mlflow_run()
-    assert (run.id, run.name, run.status) == ("mlflow", "ours", "FINISHED")
-    assert len(run.values("loss")) == 4
-    assert run.params["max_steps"] == "4"
-    assert [trainer.seen(f"{rank}.json")["mlflow"]["id"] for rank in (0, 1)] == ["mlflow", "mlflow"]
-
-
-def test_rule_2_a_crash_after_end_training_is_recorded(accelerate):
-    """`end_training()` calls `finish()` on the run."""
-    run = accelerate.run("ended")
-    assert accelerate.done.output.count("raised: made to fail") == 2
-    assert (run.name, run.exit_codes, run.state) == ("ours", [1], "failed")
-    assert run.rows[-1]["after"] == 1
-    assert (run.config["mine"], run.config["lr"]) == (1, 0.1)
-
-
-def test_rule_3_accelerates_explicit_steps_keep_all_rows(accelerate):
-    rows = accelerate.run("ended").rows
-    assert [row["_step"] for row in rows] == [0, 1, 2, 3]
-    assert all("loss" in row for row in rows)
-
-
-def test_rule_5_a_run_ends_without_the_process_group(accelerate):
-    """`end_training()` has destroyed it."""
-    assert accelerate.done.returncode == 0, accelerate.done.output
-    assert [accelerate.seen(f"ended-{rank}") for rank in (0, 1)] == ["ended", "None"]
-
-
-@pytest.mark.wide
-def test_notebook_launcher_starts_a_decorated_function_with_one_run(notebook):
-    run = notebook.run("launched")
-    assert ([row["_step"] for row in run.rows], run.exit_codes) == ([0, 1, 2], [0])
-    assert [notebook.seen(f"launched-{rank}") for rank in (0, 1)] == ["launched", "None"]
-
-
-@pytest.mark.wide
-def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook):
-    run = notebook.run("launching")
-    assert [{"before", "after"} & row.keys() for row in run.rows] == [{"before"}, {"after"}]
-    assert run.exit_codes == [0]
-    assert [notebook.seen(f"forked-{rank}") for rank in (0, 1)] == ["None", "None"]
-    assert [run.project for run in notebook.server.runs] == ["launched", "launching"]
-
-
-@pytest.mark.wide
-def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
-    run = lightning.run("wandb")
-    assert (run.id, run.name, run.exit_codes, run.config["mine"]) == ("wandb", "ours", [0], 1)
-    assert [row.get("trainer/global_step") for row in run.rows] == [0, 1, 1]  # the last one by step_sync=True
-    assert run.rows[-1]["after"] == 1
-    assert lightning.seen("wandb-0.json") == {"id": "wandb", "same": True}
-    assert lightning.seen("wandb-1.json") == {"id": None, "same": False}
-
-
-@pytest.mark.wide
-def test_the_steps_of_lightning_are_the_x_axis_of_its_rows_if_the_function_says_so(lightning):
-    """Lightning says so itself in a run that it opens."""
-    assert axes_of(lightning.run("wandb")) == {"*": "trainer/global_step"}
-    assert not lightning.run("examples").raw_config["_wandb"]["value"].get("m")
+        run = lightning.run("examples")
+        assert (run.name, run.exit_codes, run.config["data"]) == ("lightning", [0], "noise")
+        assert any("train/loss" in row or "loss" in row for row in run.rows)
+        assert not run.raw_config["_wandb"]["value"].get("m")
 
 
 def axes_of(run: RecordedRun) -> dict[str, str]:
@@ -222,44 +158,39 @@ def axes_of(run: RecordedRun) -> dict[str, str]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("framework", "project", "package"),
-    [("trainer", "huggingface", "transformers"), ("lightning", "lightning", "lightning")],
+    [
+        ("trainer", "huggingface", "transformers"),
+        pytest.param("lightning", "lightning", "lightning", marks=pytest.mark.wide),
+    ],
 )
 def test_under_the_command_run_a_frameworks_own_arguments_count(tmp_path, framework, project, package):
-    command = [*TORCHRUN, "-m", "flyteplugins_tracking", "run", *script("framework_scripts.py", framework)]
-    for ended in job(tmp_path, package, command):
+    command = [*TORCHRUN, "-m", "flyteplugins_tracking", "run"]
+    with job(tmp_path, package, command, "framework_scripts.py", framework) as ended:
         assert ended.done.returncode == 0, ended.done.output
         run = ended.run(project)
-        assert (run.name, run.exit_codes, len(ended.server.runs)) == ("theirs", [0], 1)
+        assert (run.name, run.exit_codes, len(ended.projects)) == ("theirs", [0], 1)
         if framework == "lightning":
             assert axes_of(run) == {"*": "trainer/global_step"}
             assert list(tmp_path.glob("elsewhere/wandb/run-*"))
 
 
 @pytest.mark.full
-def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launcher):
+def test_lightnings_own_launcher_has_one_run_with_its_true_end(tmp_path):
     """When the function starts, the parent has no launcher's variables, and the child no RANK."""
-    run = own_launcher.run("own")
-    assert own_launcher.done.returncode == 1
-    assert ([row["trainer/global_step"] for row in run.rows], run.exit_codes) == ([0, 1], [1])
-    assert [run.project for run in own_launcher.server.runs] == ["own"]
-    assert "the function has connected" not in own_launcher.done.output
-    parent, child = (own_launcher.seen(f"own-{rank}.json") for rank in (0, 1))
-    assert parent == {"id": "own", "environment": {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None}}
-    assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
+    with job(tmp_path, "lightning", [sys.executable], "lightning_runs.py", "own") as ended:
+        run = ended.run("own")
+        assert ended.done.returncode == 1
+        assert ([row["trainer/global_step"] for row in run.rows], run.exit_codes) == ([0, 1], [1])
+        assert ended.projects == ["own"]
+        assert "the function has connected" not in ended.done.output
+        parent, child = (ended.seen(f"own-{rank}.json") for rank in (0, 1))
+        assert parent == {"id": "own", "environment": {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None}}
+        assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_run_under_lightnings_own_launcher_names_the_rank_that_fails_first(tmp_path):
-    for ended in job(tmp_path, "lightning", [sys.executable, *script("lightning_runs.py", "other")]):
+    with job(tmp_path, "lightning", [sys.executable], "lightning_runs.py", "other") as ended:
         run = ended.run("own")
         failure = {key: run.summary.get(f"failure/{key}") for key in ("rank", "type", "message")}
         assert failure == {"rank": 1, "type": "ValueError", "message": "made to fail"}, ended.done.output
-
-
-@pytest.mark.sampled_full(1)
-@pytest.mark.full
-@pytest.mark.parametrize(("framework", "data"), [("trainer", "y = 2x"), ("lightning", "noise")])
-def test_the_examples_have_one_run_with_the_frameworks_rows(framework, data, request):
-    run = request.getfixturevalue(framework).run("examples")
-    assert (run.name, run.exit_codes, run.config["data"]) == (framework, [0], data)
-    assert any("train/loss" in row or "loss" in row for row in run.rows)

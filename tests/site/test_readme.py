@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from report import in_rank_order
 from support import jobs
 from support.terminal import Terminal
-from wandb_files import StoredRun
 
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking.trackers.base import Feature
@@ -53,14 +51,13 @@ def test_the_table_of_trackers_says_what_each_refuses_and_why():
         assert all(reason in TABLES for reason in unsupported.values()), name
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("is_cold", [False, pytest.param(True, marks=pytest.mark.wide)])
-def test_the_demo_shows_the_stored_runs(tmp_path, is_cold):
-    """It starts nine interpreters: two minutes, if all of them are real."""
+@pytest.mark.wide
+def test_the_demo_shows_the_stored_runs(tmp_path):
+    """It starts nine interpreters, all of them real: two minutes."""
     env = {"PYTHONPATH": str(ROOT / "examples"), "WANDB_SILENT": "true"}
     command = [sys.executable, ROOT / "examples" / "digits.py", "out", "1"]
     # On a machine with other work, that takes minutes.
-    done = jobs.finish(jobs.start(command, tmp_path, env, cold=is_cold), tmp_path, timeout_s=540)
+    done = jobs.finish(jobs.start(command, tmp_path, env, cold=True), tmp_path, timeout_s=540)
     assert done.returncode == 0, done.output
     table = done.output.partition("run  ")[2].splitlines()[1:6]
     assert [line.split()[1] for line in table] == ["finished"] * 5
@@ -72,31 +69,6 @@ def test_the_demo_shows_the_stored_runs(tmp_path, is_cold):
         # It shows the newest: ranks that start in the same second have no order.
         any_id = "|".join(re.escape(line.split()[0]) for line in table)
         viewer.wait_for(re.escape("[5 items]"), "digits", f"ID: ({any_id})", "loss", "batch_size")
-
-
-def test_the_demos_runs_are_listed_by_rank_in_the_order_of_the_trainings():
-    def stored(id: str, rank: int, group: str = "") -> StoredRun:
-        return StoredRun(Path(id), id=id, group=group, rows=[{"rank": rank}])
-
-    started = [
-        stored("one", 0),
-        stored("b10", 10, "b"),
-        stored("a1", 1, "a"),
-        stored("b2", 2, "b"),
-        stored("a0", 0, "a"),
-    ]
-    assert [run.id for run in in_rank_order(started)] == ["one", "b2", "b10", "a0", "a1"]
-
-
-@pytest.mark.full
-def test_the_demos_commands_can_be_typed_beside_the_environment(tmp_path):
-    beside = Path(sys.prefix).parent
-    env = {"PYTHONPATH": str(ROOT / "examples"), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path)}
-    code = "import digits; print(digits.wandb_command('leet', '--help'))"
-    command = jobs.run([sys.executable, "-c", code], beside, env).output.strip()
-    assert command == f"{Path(sys.prefix).name}/bin/wandb leet --help"
-    done = jobs.run(["sh", "-c", command], beside, env)
-    assert (done.returncode, "Browse runs in a wandb directory" in done.output) == (0, True), done.output
 
 
 @pytest.mark.full

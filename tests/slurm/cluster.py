@@ -11,16 +11,18 @@ import pwd
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
+from support.jobs import free_port
 
 T = TypeVar("T")
 
@@ -33,7 +35,8 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", 
 _PASSED_ON = ("LANG", "LD_LIBRARY_PATH", "TMPDIR")
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 # cred_expire is also what a requeued job waits before it starts again, by default 120 s. KillWait is the time between
-# SIGTERM and SIGKILL, by default 30 s.
+# SIGTERM and SIGKILL, by default 30 s. With proctrack/pgid SIGTERM reaches a task and not a daemon that it started in a
+# session of its own, as with the usual proctrack/cgroup, which containers do not allow.
 _CONFIGURATION = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -46,7 +49,7 @@ StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
-ProctrackType=proctrack/{proctrack}
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -168,14 +171,12 @@ def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float) -> 
 
 
 @contextmanager
-def start_cluster(nodes: int = 3, cpus: int = 8, proctrack: str = "pgid") -> Iterator[Cluster]:
+def start_cluster(nodes: int = 3, cpus: int = 8) -> Iterator[Cluster]:
     """Run a Slurm of `nodes` nodes. At the end all that it started is stopped and its directory is removed.
 
     Args:
         nodes: How many.
         cpus: What each is said to have, however many this machine has.
-        proctrack: "pgid", with which SIGTERM reaches a task and not a daemon that it started in a session of its own,
-            as with the usual proctrack/cgroup, which containers do not allow. Or "linuxproc": it reaches both.
 
     Raises:
         AssertionError: A daemon ends, or a node is not ready in time; with the daemons' logs.
@@ -186,13 +187,13 @@ def start_cluster(nodes: int = 3, cpus: int = 8, proctrack: str = "pgid") -> Ite
         directory.chmod(0o711)
         names = tuple(f"node{i}" for i in range(nodes))
         cluster = Cluster(f"test{secrets.token_hex(2)}", directory, names)
-        _configure(cluster, cpus, proctrack)
+        _configure(cluster, cpus)
         stack.callback(_kill_strays, cluster)
         _start_daemons(cluster, stack)
         yield cluster
 
 
-def _configure(cluster: Cluster, cpus: int, proctrack: str) -> None:
+def _configure(cluster: Cluster, cpus: int) -> None:
     """Write the munge key and slurm.conf."""
     key = cluster.directory / "munge.key"
     key.touch(0o600)
@@ -201,31 +202,20 @@ def _configure(cluster: Cluster, cpus: int, proctrack: str) -> None:
     for name in cluster.nodes:
         (cluster.directory / f"spool-{name}").mkdir()
     host = socket.gethostname().partition(".")[0]
-    port, *ports = free_ports(1 + len(cluster.nodes))
     lines = [
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs={cpus}"
-        for name, node_port in zip(cluster.nodes, ports, strict=True)
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus}"
+        for name in cluster.nodes
     ]
     text = _CONFIGURATION.format(
         name=cluster.name,
         host=host,
-        port=port,
+        port=free_port(),
         user=pwd.getpwuid(os.getuid()).pw_name,
         directory=cluster.directory,
-        proctrack=proctrack,
         requeue_exit=REQUEUE_EXIT,
         nodes="\n".join(lines),
     )
     (cluster.directory / "slurm.conf").write_text(text)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nobody listens on; found while all are held, so that they differ."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def _start_daemons(cluster: Cluster, stack: ExitStack) -> None:
@@ -300,21 +290,13 @@ def _kill_strays(cluster: Cluster) -> None:
     """
     deadline = time.monotonic() + 10
     while (strays := _strays(cluster)) and time.monotonic() < deadline:
-        for pid in strays:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for stray in strays:
+            with suppress(psutil.NoSuchProcess):
+                stray.kill()
         time.sleep(0.1)
 
 
-def _strays(cluster: Cluster) -> list[int]:
-    marker = f"SLURM_CONF={cluster.environment['SLURM_CONF']}".encode()
-    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if marker in _entries(path)]
-
-
-def _entries(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\0")
-    except OSError:
-        return []
+def _strays(cluster: Cluster) -> list[psutil.Process]:
+    processes = psutil.process_iter(["environ"])
+    own = cluster.environment["SLURM_CONF"]
+    return [one for one in processes if (one.info["environ"] or {}).get("SLURM_CONF") == own]

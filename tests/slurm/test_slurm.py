@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.jobs import free_port
 from wandb_files import StoredRun, read_runs
 
-from slurm.cluster import INSTALL, REQUEUE_EXIT, Cluster, Job, free_ports, missing_programs, start_cluster, wait_for
+from slurm.cluster import INSTALL, REQUEUE_EXIT, Cluster, Job, missing_programs, start_cluster, wait_for
 
 _MISSING = missing_programs()
 pytestmark = [
@@ -23,10 +24,16 @@ pytestmark = [
     pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: {INSTALL}"),
 ]
 
-MODES = [("auto", "global"), ("auto", "worker"), ("new", "global"), ("new", "worker")]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = Path(__file__).parents[1] / "programs"
 FOUR = 4
+# For each mode and scope, what the ids of the four runs, or of the one, end with; and their group.
+MODES = {
+    ("auto", "global"): ([""], None),
+    ("auto", "worker"): (["-worker-0"], ""),
+    ("new", "global"): ([f"-rank-{rank}" for rank in range(FOUR)], ""),
+    ("new", "worker"): ([f"-worker-0-rank-{rank}" for rank in range(FOUR)], "-worker-0"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,8 @@ class Place:
 
     def submit_example(self, name: str, *options: str) -> int:
         """Submit a batch script in this directory that starts torchrun, 2 processes a node. Returns the job's id."""
-        (port,) = free_ports(1)
         path = os.pathsep.join([str(Path(sys.executable).parent), self.cluster.environment["PATH"]])
-        env = {**self.env, "PATH": path, "GPUS_PER_NODE": "2", "MASTER_PORT": str(port)}
+        env = {**self.env, "PATH": path, "GPUS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
         files = (f"--chdir={self.directory}", f"--output={self.directory / 'output.txt'}")
         return int(self.cluster.run("sbatch", "--parsable", *files, *options, self.directory / name, env=env).strip())
 
@@ -91,83 +97,34 @@ def place(cluster: Cluster, tmp_path: Path) -> Place:
     return Place(cluster, tmp_path)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A batch job that ran one step of four tasks for each mode and scope."""
-
-    place: Place
-    job: int
-
-    def base(self, mode: tuple[str, str]) -> str:
-        return f"slurm-{self.place.cluster.name}-{self.job}-{MODES.index(mode)}-train"
-
-
-@pytest.fixture(scope="module")
-def steps(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    place = Place(cluster, tmp_path_factory.mktemp("steps"))
-    commands = [f"srun {train(tracking={'run_mode': mode, 'rank_scope': scope})}" for mode, scope in MODES]
-    job_id, job = place.batch("\n".join(commands), "--nodes=1", f"--ntasks={FOUR}")
-    assert job.state == "COMPLETED", place.output
-    return Steps(place, job_id)
-
-
 def train(**settings: Any) -> str:
     """The shell command that runs `train.py`: see there."""
     return shlex.join([sys.executable, str(Path(__file__).with_name("train.py")), json.dumps(settings)])
 
 
-@pytest.mark.parametrize(
-    ("mode", "suffixes", "group"),
-    [
-        (("auto", "global"), [""], None),
-        (("auto", "worker"), ["-worker-0"], ""),
-        (("new", "global"), [f"-rank-{rank}" for rank in range(FOUR)], ""),
-        (("new", "worker"), [f"-worker-0-rank-{rank}" for rank in range(FOUR)], "-worker-0"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
-)
-def test_the_tasks_of_a_step_get_the_runs_of_their_mode_and_scope(
-    steps: Steps, mode: tuple[str, str], suffixes: list[str], group: str | None
-) -> None:
-    base = steps.base(mode)
-    runs = sorted(steps.place.runs(base), key=lambda run: run.id)
-    assert [run.id for run in runs] == [base + suffix for suffix in suffixes]
-    for run in runs:
-        assert run.group == ("" if group is None else base + group)
-        assert run.project == "p"
-        assert [row["row"] for row in run.rows] == [0, 1, 2]
-        assert run.exit_code == 0
-        assert run.config["tracking_init"] == {
-            "world_size": FOUR,
-            "num_workers": 1,
-            "local_world_size": FOUR,
-            "launcher": "slurm",
-            "restart_count": 0,
-        }
+def test_the_tasks_of_each_step_of_a_job_get_the_runs_of_their_mode_and_scope(place: Place) -> None:
+    commands = [f"srun {train(tracking={'run_mode': mode, 'rank_scope': scope})}" for mode, scope in MODES]
+    job_id, job = place.batch("\n".join(commands), "--nodes=1", f"--ntasks={FOUR}")
+    assert job.state == "COMPLETED", place.output
+    assert len(place.runs()) == 10
+    shape = {"world_size": FOUR, "num_workers": 1, "local_world_size": FOUR, "launcher": "slurm", "restart_count": 0}
+    for step, (suffixes, group) in enumerate(MODES.values()):
+        base = f"slurm-{place.cluster.name}-{job_id}-{step}-train"
+        runs = sorted(place.runs(base), key=lambda run: run.id)
+        assert [run.id for run in runs] == [base + suffix for suffix in suffixes]
+        assert {run.group for run in runs} == {"" if group is None else base + group}
+        for run in runs:
+            assert (run.project, run.exit_code, [row["row"] for row in run.rows]) == ("p", 0, [0, 1, 2])
+            assert run.config["tracking_init"] == shape
 
-
-@pytest.mark.parametrize("mode", MODES, ids="-".join)
-def test_each_task_of_a_step_knows_its_place_and_its_run(steps: Steps, mode: tuple[str, str]) -> None:
-    reports = steps.place.reports(step=str(MODES.index(mode)))
-    assert [report["info"]["rank"] for report in reports] == [0, 1, 2, 3]
-    assert [report["info"]["local_rank"] for report in reports] == [0, 1, 2, 3]
-    assert {report["info"]["worker_index"] for report in reports} == {0}
-    assert {report["info"]["job_id"] for report in reports} == {str(steps.job)}
-    opened = [report["run_id"] for report in reports if report["run_id"] is not None]
-    assert sorted(opened) == sorted(run.id for run in steps.place.runs(steps.base(mode)))
-
-
-@pytest.mark.parametrize("mode", MODES[:2], ids="-".join)
-def test_tasks_other_than_the_primary_have_no_run_and_load_no_tracker(steps: Steps, mode: tuple[str, str]) -> None:
-    primary, *others = steps.place.reports(step=str(MODES.index(mode)))
-    assert primary["wandb_loaded"]
-    assert [report["run_id"] for report in others] == [None] * 3
-    assert [report["wandb_loaded"] for report in others] == [False] * 3
-
-
-def test_steps_of_one_job_are_trainings_of_their_own(steps: Steps) -> None:
-    assert len({steps.base(mode) for mode in MODES}) == len(MODES)
-    assert len(steps.place.runs()) == sum(len(steps.place.runs(steps.base(mode))) for mode in MODES) == 10
+        reports = place.reports(step=str(step))
+        places = [(report["info"]["rank"], report["info"]["local_rank"]) for report in reports]
+        assert places == [(rank, rank) for rank in range(FOUR)]
+        assert {(report["info"]["worker_index"], report["info"]["job_id"]) for report in reports} == {(0, str(job_id))}
+        opened = [report["run_id"] for report in reports if report["run_id"] is not None]
+        assert sorted(opened) == [run.id for run in runs]
+        # The others load no tracker.
+        assert [report["wandb_loaded"] for report in reports] == [report["run_id"] is not None for report in reports]
 
 
 def test_the_examples_script_has_one_run_on_two_nodes(place: Place) -> None:
@@ -219,25 +176,9 @@ def test_the_components_of_a_heterogeneous_job_are_one_world(place: Place) -> No
     assert [run.id.rpartition("-worker-")[2] for run in sorted(place.runs(), key=lambda run: run.id)] == ["0", "1"]
 
 
-def test_the_tasks_of_an_array_are_trainings_of_their_own(place: Place) -> None:
-    first = place.submit(f"srun {train()}", "--nodes=1", "--ntasks=2", "--array=0-1")
-    wait_for(lambda: len(place.runs()) == 2 and all(run.exit_code == 0 for run in place.runs()), "two runs", 60)
-    jobs = {report["slurm"]["SLURM_ARRAY_TASK_ID"]: report["job"] for report in place.reports()}
-    assert {report["slurm"]["SLURM_ARRAY_JOB_ID"] for report in place.reports()} == {str(first)}
-    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0-train" for job in jobs.values()}
-
-
 def test_a_batch_shell_is_one_process_whatever_the_tasks_of_its_job(place: Place) -> None:
     _, job = place.batch(train(), "--nodes=1", f"--ntasks={FOUR}")
     assert job.state == "COMPLETED", place.output
-    assert_one_process(place)
-
-
-def test_a_batch_shell_that_a_step_submitted_is_one_process(place: Place) -> None:
-    submit = f"sbatch --ntasks=1 --output={place.directory}/inner.txt --wrap {shlex.quote(train())}"
-    _, job = place.batch(f"srun bash -c {shlex.quote(f'[ $SLURM_PROCID != 0 ] || {submit}')}", "--ntasks=2")
-    assert job.state == "COMPLETED", place.output
-    wait_for(lambda: [run for run in place.runs() if run.exit_code is not None], "the inner job's run", 60)
     assert_one_process(place)
 
 
@@ -277,10 +218,9 @@ def torchrun(*options: str, **settings: Any) -> str:
 
 def across_nodes(nodes: int, rdzv_id: str = "job") -> list[str]:
     """The options of a torchrun that spans several nodes."""
-    (port,) = free_ports(1)
     return [
         *(f"--nnodes={nodes}", f"--rdzv-id={rdzv_id}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
     ]
 
 
@@ -304,9 +244,7 @@ def test_torchrun_in_a_step_tells_the_ranks_and_slurm_names_the_run(place: Place
 
 # Trainings that one job starts, and what their ids end with. The last one hangs in the first attempt.
 SEVERAL = {
-    "one after the other in the batch script": ("{first}\n{last}", ["batch-train", "batch-train"]),
     "one after the other in a step": ("srun --ntasks=1 bash -c {both}", ["0-train", "0-train"]),
-    "a step each": ("srun --ntasks=1 {first}\nsrun --ntasks=1 {last}", ["0-train", "1-train"]),
     "steps beside each other": (
         "srun --overlap --ntasks=1 {first} &\nsleep 2\nsrun --overlap --ntasks=1 {last}\nwait",
         ["0-train", "1-train"],
@@ -369,19 +307,6 @@ def test_each_element_of_a_job_array_has_a_run_of_its_own(place: Place) -> None:
     }
 
 
-def test_a_torchrun_over_the_components_of_a_heterogeneous_step_has_one_run(place: Place) -> None:
-    script = f"srun --het-group=0,1 {torchrun(*across_nodes(2))}"
-    path = place.directory / "het.sbatch"
-    path.write_text(
-        f"#!/bin/bash\n#SBATCH --nodes=1 --ntasks=1\n#SBATCH hetjob\n#SBATCH --nodes=1 --ntasks=1\n{script}\n"
-    )
-    options = ["--parsable", f"--chdir={place.directory}", f"--output={place.directory / 'output.txt'}"]
-    job_id = int(place.cluster.run("sbatch", *options, path, env=place.env).strip())
-    assert place.cluster.wait(job_id).state == "COMPLETED", place.output
-    (run,) = place.runs()
-    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0-train"
-
-
 def test_a_time_limit_and_a_requeue_keep_the_run_of_a_torchrun_over_two_nodes(place: Place) -> None:
     settings = {"rows": 1000, "first_end": dict.fromkeys("0123", "hang")}
     options = ["--requeue", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--time=1"]
@@ -441,23 +366,6 @@ def test_the_example_for_preemption_requeues_itself_before_the_time_limit_until_
 
 def counted(place: Place) -> list[int]:
     return [row["train_step"] for run in place.runs() for row in run.rows if "train_step" in row]
-
-
-def test_a_requeue_of_the_examples_torchrun_keeps_the_run(place: Place) -> None:
-    settings = json.dumps({"rows": 1000, "first_end": dict.fromkeys("0123", "hang")})
-    program = Path(__file__).with_name("train.py")
-    (place.directory / "train.py").write_text(
-        f"import runpy, sys\nsys.argv.append({settings!r})\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
-    )
-    script = (EXAMPLES / "slurm" / "torchrun.sbatch").read_text()
-    assert script.count("$first_node") == 1
-    assert "WANDB_RUN_ID" not in script
-    (place.directory / "job.sbatch").write_text(script.replace("$first_node", "127.0.0.1"))
-    job_id = place.submit_example("job.sbatch")
-    wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True], "stored rows", 120)
-    place.cluster.run("scontrol", "requeue", str(job_id))
-    assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
-    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-train"], rows=1000)
 
 
 def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -72,11 +72,13 @@ def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
     return Counter((key, int(value)) for row in rows for key, value in row.items() if kept(key))
 
 
-class WandbBackend:
-    name, package, can_degrade = "wandb", "wandb", True
-
-    def __init__(self, server: WandbServer) -> None:
+class _OfServer:
+    def __init__(self, server: Any) -> None:
         self._server = server
+
+
+class WandbBackend(_OfServer):
+    name, package, can_degrade = "wandb", "wandb", True
 
     def environment(self) -> dict[str, str]:
         return self._server.environment
@@ -100,11 +102,8 @@ class WandbBackend:
         ]
 
 
-class MlflowBackend:
+class MlflowBackend(_OfServer):
     name, package, can_degrade = "mlflow", "mlflow", True
-
-    def __init__(self, server: MlflowServer) -> None:
-        self._server = server
 
     def environment(self) -> dict[str, str]:
         return {"MLFLOW_TRACKING_URI": self._server.url}
@@ -182,11 +181,8 @@ class TrackioBackend:
         ]
 
 
-class PlutoBackend:
+class PlutoBackend(_OfServer):
     name, package, can_degrade = "pluto", "pluto", True
-
-    def __init__(self, server: PlutoServer) -> None:
-        self._server = server
 
     def environment(self) -> dict[str, str]:
         return pluto_environment(self._server)
@@ -211,37 +207,15 @@ def pluto_environment(server: PlutoServer) -> dict[str, str]:
 
 
 @contextmanager
-def wandb(directory: Path) -> Iterator[Backend]:
-    with WandbServer() as server:
-        yield WandbBackend(server)
-
-
-@contextmanager
-def mlflow(directory: Path) -> Iterator[Backend]:
-    with MlflowServer(directory) as server:
-        yield MlflowBackend(server)
-
-
-@contextmanager
-def pluto(directory: Path) -> Iterator[Backend]:
-    with PlutoServer() as server:
-        yield PlutoBackend(server)
-
-
-@contextmanager
-def jsonl(directory: Path) -> Iterator[Backend]:
-    yield JsonlBackend(directory)
-
-
-@contextmanager
-def trackio(directory: Path) -> Iterator[Backend]:
-    yield TrackioBackend(directory / "trackio")
+def _served(server: Any, backend: Callable[[Any], Backend]) -> Iterator[Backend]:
+    with server:
+        yield backend(server)
 
 
 BACKENDS: dict[str, Callable[[Path], Any]] = {
-    "wandb": wandb,
-    "pluto": pluto,
-    "mlflow": mlflow,
-    "trackio": trackio,
-    "jsonl": jsonl,
+    "wandb": lambda directory: _served(WandbServer(), WandbBackend),
+    "pluto": lambda directory: _served(PlutoServer(), PlutoBackend),
+    "mlflow": lambda directory: _served(MlflowServer(directory), MlflowBackend),
+    "trackio": lambda directory: nullcontext(TrackioBackend(directory / "trackio")),
+    "jsonl": lambda directory: nullcontext(JsonlBackend(directory)),
 }

@@ -14,14 +14,12 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import fractions
 import functools
 import importlib.util
 import math
 import pathlib
 import re
 import types
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest.mock import ANY
@@ -59,13 +57,6 @@ class Model:
     colour: Colour = Colour.RED
 
 
-class Slots:
-    __slots__ = ("width",)
-
-    def __init__(self) -> None:
-        self.width = 8
-
-
 class Plain:
     """An object without a text of its own."""
 
@@ -98,15 +89,6 @@ class Lazy(Mapping[str, Any]):
         return 2
 
 
-class HalfBroken(Lazy):
-    """A mapping with a value that cannot be read."""
-
-    def __getitem__(self, key: str) -> Any:
-        if key == "names":
-            raise RuntimeError("not there yet")
-        return 8
-
-
 class ConfigDict:
     """Like `ml_collections.ConfigDict`: no mapping, with `items` and `to_dict`."""
 
@@ -132,32 +114,12 @@ class ConfigDict:
         return dict(self._fields)
 
 
-class Files(collections.abc.Sequence[str]):
-    """A data set that makes its items when they are asked for."""
-
-    def __len__(self) -> int:
-        return 10**12
-
-    def __getitem__(self, index: Any) -> Any:
-        return f"{index}.jpg"
-
-
 def training_step() -> None:
     """A function as a config's value."""
 
 
 def _omegaconf(values: Any) -> Any:
     return __import__("omegaconf").OmegaConf.create(values)
-
-
-def _structured() -> Any:
-    @dataclasses.dataclass
-    class Settings:
-        width: int = __import__("omegaconf").MISSING
-        colour: Colour = Colour.RED
-        path: pathlib.Path = pathlib.Path("/data")
-
-    return __import__("omegaconf").OmegaConf.structured(Settings)
 
 
 def _attrs() -> Any:
@@ -231,10 +193,8 @@ _HERE = __name__
 VALUES: tuple[Case, ...] = (
     # Scalars
     Case("text", lambda: "adam", "adam"),
-    Case("empty text", lambda: "", ""),
     Case("unicode", lambda: "größe \u2713", "größe \u2713"),
     Case("half of a surrogate pair", lambda: "a\ud800", "a\ufffd"),
-    Case("long text", lambda: "x" * 20_000, "x" * 20_000),
     Case("int", lambda: -3, -3),
     Case("large int", lambda: 2**70, float(2**70)),
     Case("huge int", lambda: 1 << 2000, hex(1 << 2000)),
@@ -243,47 +203,28 @@ VALUES: tuple[Case, ...] = (
     Case("infinity", lambda: math.inf, math.inf),
     Case("bool", lambda: True, True),
     Case("None", lambda: None, None),
-    Case("complex", lambda: 1 + 2j, "(1+2j)"),
     Case("bytes", lambda: b"abc", "abc"),
     Case("bytes that are no text", lambda: b"a\xff", "a\ufffd"),
-    Case("bytearray", lambda: bytearray(b"abc"), [97, 98, 99]),
     # Sequences and sets
     Case("list", lambda: [1, "a", None], [1, "a", None]),
-    Case("tuple", lambda: (1, (2,)), [1, [2]]),
-    Case("empty list", lambda: [], []),
     Case("set", lambda: {3, 1, 2}, [1, 2, 3]),
-    Case("frozenset", lambda: frozenset({3}), [3]),
-    Case("set of texts", lambda: {"b"}, ["b"]),
     Case("range", lambda: range(3), [0, 1, 2]),
-    Case("deque", lambda: collections.deque([1, 2]), [1, 2]),
-    Case("UserList", lambda: collections.UserList([1]), [1]),
     Case("UserString", lambda: collections.UserString("ab"), "ab"),
-    Case("keys", lambda: {"a": 1}.keys(), ["a"]),
-    Case("values", lambda: {"a": 1}.values(), "dict_values([1])"),
     Case("iterator", lambda: iter([1]), "<list_iterator object>"),
-    Case("slice", lambda: slice(1, 2), "slice(1, 2, None)"),
     # Mappings
     Case("nested", lambda: {"a": {"b": [1, {"c": 2}]}}, {"a": {"b": [1, {"c": 2}]}}),
     Case("empty mapping", dict, ABSENT),
-    Case("OrderedDict", lambda: collections.OrderedDict(a=1), {"a": 1}),
-    Case("Counter", lambda: collections.Counter("aab"), {"a": 2, "b": 1}),
     Case("mappingproxy", lambda: types.MappingProxyType({"a": 1}), {"a": 1}),
     Case("UserDict", lambda: collections.UserDict(a=1), {"a": 1}),
-    Case("ChainMap", lambda: collections.ChainMap({"a": 1}), {"a": 1}),
     Case("mapping of another class", Lazy, {"width": 8, "names": ["a", "b"]}),
-    Case("value that cannot be read", HalfBroken, {"width": 8, "names": "(cannot be read: RuntimeError)"}),
     Case("ConfigDict", lambda: ConfigDict(a=1, b=ConfigDict(c=2)), {"a": 1, "b": {"c": 2}}),
     Case("int keys", lambda: {1: "a"}, {"1": "a"}),
-    Case("float keys", lambda: {0.5: 1}, {"0.5": 1}),
     Case("bool keys", lambda: {True: 1}, {"true": 1}),
     Case("None as a key", lambda: {None: 1}, {"None": 1}),
     Case("tuple keys", lambda: {(1, 2): 3}, {"1,2": 3}),
     Case("enum keys", lambda: {Colour.RED: 1}, {"red": 1}),
-    Case("path keys", lambda: {pathlib.Path("a/b"): 1}, {"a/b": 1}),
-    Case("date keys", lambda: {datetime.date(2026, 1, 2): 1}, {"2026-01-02": 1}),
     # Objects with fields
     Case("Namespace", lambda: argparse.Namespace(lr=1), {"lr": 1}),
-    Case("nested Namespace", lambda: {"o": argparse.Namespace(lr=1)}, {"o": {"lr": 1}}),
     Case("SimpleNamespace", lambda: types.SimpleNamespace(lr=1), {"lr": 1}),
     Case("dataclass", Model, {"layer": {"width": 8, "path": "/data"}, "colour": "RED"}),
     Case("namedtuple", lambda: Point(1, 2), {"x": 1, "y": 2}),
@@ -297,64 +238,29 @@ VALUES: tuple[Case, ...] = (
         {"a": [1, 2], "b": {"c": [1, 2]}},
         needs="omegaconf",
     ),
-    Case("OmegaConf list", lambda: _omegaconf([1, {"a": 2}]), [1, {"a": 2}], needs="omegaconf"),
     Case("OmegaConf, missing", lambda: _omegaconf({"a": "???"}), {"a": _MISSING}, needs="omegaconf"),
     Case("OmegaConf, missing in a list", lambda: _omegaconf({"a": [1, "???"]}), {"a": "[1, '???']"}, needs="omegaconf"),
-    Case(
-        "OmegaConf, unresolved",
-        lambda: _omegaconf({"a": "${no.such}", "b": 1}),
-        {"a": "(cannot be read: InterpolationKeyError)", "b": 1},
-        needs="omegaconf",
-    ),
-    Case(
-        "OmegaConf, resolver that is not there",
-        lambda: _omegaconf({"a": "${hydra:run.dir}"}),
-        {"a": "(cannot be read: UnsupportedInterpolationType)"},
-        needs="omegaconf",
-    ),
-    Case(
-        "OmegaConf, structured", _structured, {"width": _MISSING, "colour": "RED", "path": "/data"}, needs="omegaconf"
-    ),
     # Objects with a text
     Case("enum", lambda: Colour.RED, "RED"),
     Case("IntEnum", lambda: Level.HIGH, "HIGH"),
     Case("enum of texts", lambda: Optimizer.ADAM, "ADAM"),
     Case("path", lambda: pathlib.Path("/data"), "/data"),
-    Case("date", lambda: datetime.date(2026, 1, 2), "2026-01-02"),
     Case("datetime", lambda: datetime.datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"),
-    Case("timedelta", lambda: datetime.timedelta(hours=1), "1:00:00"),
     Case("Decimal", lambda: decimal.Decimal("0.10"), "0.10"),
-    Case("Fraction", lambda: fractions.Fraction(1, 3), "1/3"),
-    Case("UUID", lambda: uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
-    Case("regular expression", lambda: re.compile("a+"), "re.compile('a+')"),
     Case("function", lambda: training_step, f"{_HERE}.training_step"),
-    Case("built-in function", lambda: len, "builtins.len"),
     Case("class", lambda: Plain, f"{_HERE}.Plain"),
-    Case("type", lambda: list[int], "builtins.list"),
-    Case("method", lambda: Told().__repr__, f"{_HERE}.Told.__repr__"),
     Case("partial", lambda: functools.partial(training_step), "functools.partial(<function training_step>)"),
-    Case("module", lambda: types.ModuleType("own"), "<module 'own'>"),
-    Case("exception", lambda: ValueError("no"), "no"),
-    Case("Ellipsis", lambda: ..., "Ellipsis"),
     Case("object with a text", Told, "Told(width=8)"),
     Case("object", object, "<object object>"),
-    Case("object in a list", lambda: [object()], ["<object object>"]),
     Case("object without a text", Plain, f"<{_HERE}.Plain object>"),
-    Case("object with slots", Slots, f"<{_HERE}.Slots object>"),
     Case("object whose text raises", Broken, f"{_HERE}.Broken"),
     # NumPy's and torch's
     Case("float32", _numpy(lambda numpy: numpy.float32(0.5)), 0.5, needs="numpy"),
-    Case("int64", _numpy(lambda numpy: numpy.int64(3)), 3, needs="numpy"),
-    Case("bool_", _numpy(lambda numpy: numpy.bool_(True)), True, needs="numpy"),
     Case("str_", _numpy(lambda numpy: numpy.str_("a")), "a", needs="numpy"),
     Case("datetime64", _numpy(lambda numpy: numpy.datetime64("2026-01-02")), "2026-01-02", needs="numpy"),
     Case("array", _numpy(lambda numpy: numpy.ones((2, 2))), [[1, 1], [1, 1]], needs="numpy"),
-    Case("array without dimensions", _numpy(lambda numpy: numpy.array(3.0)), 3.0, needs="numpy"),
     Case("array of one", _numpy(lambda numpy: numpy.array([3.0])), [3.0], needs="numpy"),
     Case("large array", _numpy(lambda numpy: numpy.zeros(2000)), "[0. 0. 0. ... 0. 0. 0.]", needs="numpy"),
-    Case("array of objects", _numpy(lambda numpy: numpy.array([object()])), ["<object object>"], needs="numpy"),
-    Case("numpy dtype", _numpy(lambda numpy: numpy.dtype("float32")), "float32", needs="numpy"),
-    Case("numpy class", _numpy(lambda numpy: numpy.float32), "numpy.float32", needs="numpy"),
     Case("tensor without dimensions", _torch(lambda torch: torch.tensor(0.5)), 0.5, needs="torch"),
     Case("tensor", _torch(lambda torch: torch.ones(3, requires_grad=True)), [1, 1, 1], needs="torch"),
     Case("tensor of bfloat16", _torch(lambda torch: torch.tensor([1.0], dtype=torch.bfloat16)), [1.0], needs="torch"),
@@ -364,20 +270,15 @@ VALUES: tuple[Case, ...] = (
         "tensor(..., device='meta', size=(3,))",
         needs="torch",
     ),
-    Case("torch dtype", _torch(lambda torch: torch.bfloat16), "torch.bfloat16", needs="torch"),
-    Case("device", _torch(lambda torch: torch.device("cuda:1")), "cuda:1", needs="torch"),
-    Case("torch.Size", _torch(lambda torch: torch.Size([1, 2])), [1, 2], needs="torch"),
     Case(
         "torch module",
         _torch(lambda torch: torch.nn.Linear(1, 1)),
         "Linear(in_features=1, out_features=1, bias=True)",
         needs="torch",
     ),
-    Case("torch class", _torch(lambda torch: torch.optim.Adam), "torch.optim.adam.Adam", needs="torch"),
     # What does not end
     Case("cycle", _cycle, {"lr": 1, "self": ["{...}"]}),
     Case("deep", lambda: _deep(90), _deep(90)),
     Case("too deep", lambda: _deep(5000), ANY),
     Case("long range", lambda: range(10**12), "range(0, 1000000000000)", bare_ends=False),
-    Case("data set", Files, f"<{_HERE}.Files object>", bare_ends=False),
 )

@@ -72,13 +72,10 @@ def run(
     attempt: int = 0,
     run: str = "r1",
     action: str = "a0",
-    context: Mapping[str, str] | None = None,
-    module: str = "flyte2_tracked",
-    children: bool = False,
-    **env: str,
+    **options: Any,
 ) -> Ended:
-    """Run one pod to its end. With `children` its child tasks are pods too; without, it has no controller."""
-    pod = start(task, directory, attempt, run, action, context, module, children, **env)
+    """Run one pod to its end: see `start`."""
+    pod = start(task, directory, attempt, run, action, **options)
     return ended(jobs.finish(pod, directory), attempt, run, action)
 
 
@@ -94,7 +91,10 @@ def start(
     node: int = 0,
     **env: str,
 ) -> subprocess.Popen[str]:
-    """Start one pod, for a test that does something to it: `ended` reads what it left."""
+    """Start one pod, for a test that does something to it: `ended` reads what it left.
+
+    With `children` its child tasks are pods too; without, it has no controller.
+    """
     where = base(directory, run) / action
     Path(where, str(attempt + 1)).mkdir(parents=True, exist_ok=True)
     Path(where, "inputs.pb").write_bytes(serialized(context or {}))

@@ -19,6 +19,7 @@ from typing import Any
 from wandb_files import read_runs
 
 from support import jobs
+from support.waiting import wait_until
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 
@@ -76,6 +77,18 @@ class Outcome:
     def lost(self) -> int:
         return len(self.logged - self.arrived)
 
+    def assert_each_once(self, one_writer: bool = True) -> None:
+        """Assert that the server has each row once: also one that was logged as its process was killed, or not that.
+
+        Args:
+            one_writer: Whether the rows have one counter of steps.
+        """
+        last = {pid: max(number for other, number in self.logged if other == pid) for pid, _ in self.logged}
+        assert self.logged <= self.arrived
+        assert all(number == last.get(pid, -1) + 1 for pid, number in self.arrived - self.logged)
+        assert self.duplicates == 0
+        assert not one_writer or list(self.steps) == list(range(len(self.steps)))
+
 
 class Job:
     """A job of `scripted_training.py` that is under way."""
@@ -113,16 +126,10 @@ class Job:
 
     def wait_until(self, holds: Callable[[], object], why: str, timeout_s: float = 240) -> None:
         """Wait until `holds()` is true; it cannot become so when everything that was started has ended."""
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            has_ended = all(process.poll() is not None for process in self._started)
-            if holds():
-                return
-            if has_ended:
-                break
-            time.sleep(0.02)
-        outputs = [process.communicate()[0] for process in self._started if process.poll() is not None]
-        raise AssertionError(f"{why} in {self.notes()}\n{outputs}")
+        try:
+            wait_until(holds, *self._started, timeout_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{why} in {self.notes()}: {error}") from None
 
     def rows_logged(self, but_not: Collection[int] = ()) -> dict[int, int]:
         """How many rows each process has logged."""

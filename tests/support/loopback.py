@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import select
 import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -201,6 +202,27 @@ class Listener(ThreadingHTTPServer):
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             self.recorder.errors.append(error)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection: it may carry many requests."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1  # an answer is one packet
+
+    def answer(self, code: int, answer: Any, headers: Mapping[str, str] | None = None) -> None:
+        self.send(code, {"Content-Type": "application/json", **(headers or {})}, json.dumps(answer).encode())
+
+    def send(self, code: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def body_of(handler: BaseHTTPRequestHandler) -> bytes:

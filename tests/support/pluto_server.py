@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from support.loopback import LoopbackServer, body_of, survives
+from support.loopback import Handler, LoopbackServer, body_of, survives
 
 KEY = "plt_s_" + "fa4e" * 10
-T = TypeVar("T")
 Json = dict[str, Any]
 Endpoint = Literal["create", "ingest", "trigger", "names", "status", "other"]
 _OWN_IDS = re.compile(r"\d+|[A-Z0-9]{1,4}-\d+")
@@ -300,14 +297,8 @@ def urls(url: str) -> dict[str, str]:
     return {f"PLUTO_URL_{part}": url for part in ("APP", "API", "INGEST", "PY")}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection: it may carry many requests."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1  # an answer is one packet
-    connection: socket.socket
-
+class _Handler(Handler):
+    # ruff: noqa: N802
     def do_GET(self) -> None:
         """The details of a run, of which the library reads the config."""
         recorder: PlutoServer = self.server.recorder  # type: ignore[attr-defined]
@@ -327,15 +318,3 @@ class _Handler(BaseHTTPRequestHandler):
                 recorder.errors.append(error)
                 code, answer = 400, {"error": repr(error)}
             self.answer(code, answer)
-
-    def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
-        body = json.dumps(answer).encode()
-        self.send_response(code)
-        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass

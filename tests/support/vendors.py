@@ -40,7 +40,7 @@ _OF_WANDB = (
     f"{_ROLES}::test_axes_and_configs_of_all_roles_hold_whoever_writes_last[merged]",
     f"{_ROLES}::test_offline_jobs_are_sent_together",
     f"{_ROLES}::test_a_job_that_is_killed_again_and_again_loses_no_row[rollout-0]",
-    "tests/faults/test_offline_kills.py::test_rows_of_offline_attempts_that_were_killed_arrive_once[send-the process]",
+    "tests/faults/test_offline_kills.py::test_rows_of_offline_attempts_that_were_killed_arrive_once[the process]",
     "tests/faults/test_reliability.py::test_rows_for_which_a_server_answers_503_to_the_end_are_sent_by_the_command_that_is_printed",
     *(
         f"tests/faults/test_reliability.py::test_the_run_tells_the_truth_and_loses_nothing[{fault}]"

@@ -10,33 +10,35 @@ from pathlib import Path
 from typing import TypeVar
 
 from flyteplugins_tracking._util import proc
-from support.jobs import TIME_SCALE, Process
+from support.jobs import TIME_SCALE, Process, output_of
 
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], job: Process | None = None, timeout_s: float = 12 * TIME_SCALE) -> T:
+def wait_until(condition: Callable[[], T], *jobs: Process, timeout_s: float = 12 * TIME_SCALE) -> T:
     """Ask `condition` again and again, and return its first true value.
 
     Raises:
-        AssertionError: `job` ended before the condition was true, or `timeout_s` have passed. The job is killed.
+        AssertionError: All `jobs` ended before the condition was true, or `timeout_s` have passed. They are killed.
     """
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
-        has_ended = job is not None and job.poll() is not None  # before the condition: it may be its last action
+        # Before the condition: that may be the last thing they do.
+        has_ended = bool(jobs) and all(job.poll() is not None for job in jobs)
         if value := condition():
             return value
-        if job is not None and (has_ended or time.monotonic() > deadline):
-            job.kill()
-            raise AssertionError(f"not within {timeout_s:g} s, or before the job ended:\n{job.communicate()[0]}")
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        if has_ended or time.monotonic() > deadline:
+            for job in jobs:
+                job.kill()
+            outputs = "\n".join(output_of(job) for job in jobs)
+            raise AssertionError(f"not within {timeout_s:g} s, or before the job ended:\n{outputs}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)
 
 
-def wait_for_file(path: Path, job: Process | None = None) -> None:
+def wait_for_file(path: Path, *jobs: Process) -> None:
     """Wait until a job has made the file."""
-    wait_until(path.exists, job)
+    wait_until(path.exists, *jobs)
 
 
 def stop(pid: int) -> None:

@@ -19,13 +19,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler
-from typing import Literal, TypeVar
+from typing import Literal
 from urllib.parse import unquote
 
 import psutil
 
-from support.loopback import Listener, LoopbackServer, body_of, survives
+from support.loopback import Handler, Listener, LoopbackServer, body_of, survives
 from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
@@ -36,7 +35,6 @@ _DOWNLOAD = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/(.+)$")
 _OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
 _NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
 
-T = TypeVar("T")
 Endpoint = Literal["graphql", "filestream", "upload", "other"]
 
 
@@ -118,7 +116,6 @@ class WandbServer(LoopbackServer):
             if key not in connection:
                 connection.add(key)
                 run.connections += 1
-                run.open_connections += 1
                 run.senders |= _wandb_cores_at(port, self.port)
             run.stream(posted, client)
             return {"exitcode": None, "limits": {}, **({"stopped": True} if run.stop_requested else {})}
@@ -133,21 +130,13 @@ class WandbServer(LoopbackServer):
     def uploaded_to_artifact(self, artifact: str, name: str, content: bytes) -> None:
         """Take one uploaded file of an artifact that was created, and is not committed yet."""
         with self._changing():
-            if artifact in self._store.artifacts:
-                self._store.artifacts[artifact][3][name] = content
+            for version in self._store.versions(artifact):
+                version.contents = {**version.contents, name: content}
 
     def file(self, key: RunKey, name: str) -> bytes | None:
         """The content of an uploaded file; None if there is none."""
         run = self._store.get(key)
         return None if run is None else run.files.get(name)
-
-    def disconnected(self, connection: set[RunKey]) -> None:
-        """A TCP connection that carried filestream requests of these runs was closed."""
-        with self._changing():
-            for key in connection:
-                run = self._store.get(key)
-                if run is not None:
-                    run.open_connections -= 1
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -156,21 +145,13 @@ class WandbServer(LoopbackServer):
             self._store.changed.notify_all()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection: it may carry many requests."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = -1  # an answer is one packet
+class _Handler(Handler):
+    # ruff: noqa: N802
     server: Listener
 
     def setup(self) -> None:
         super().setup()
         self._streamed: set[RunKey] = set()
-
-    def finish(self) -> None:
-        self.server.recorder.disconnected(self._streamed)
-        super().finish()
 
     def parse_request(self) -> bool:
         is_parsed = super().parse_request()
@@ -196,14 +177,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer 400 to a request that this server cannot take, which the client does not repeat, and note it."""
         try:
             posted = self._decoded(body)
-            code, answer = self._stream(filestream, posted) if filestream else self._query(posted)
+            code, answer = self._stream(filestream, posted) if filestream else self.server.recorder.graphql(posted)
         except Exception as error:
             self.server.recorder.errors.append(error)
             code, answer = 400, {"errors": [{"message": repr(error)}]}
         self.answer(code, answer)
-
-    def _query(self, posted: Json) -> tuple[int, Json]:
-        return self.server.recorder.graphql(posted)
 
     def do_PUT(self) -> None:
         body = body_of(self)
@@ -226,10 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif content is None:
             self.answer(404, {"error": "file not found"})
         else:
-            self._send(200, {"Content-Type": "application/octet-stream"}, content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+            self.send(200, {"Content-Type": "application/octet-stream"}, content)
 
     def _authorised(self) -> bool:
         expected = base64.b64encode(f"api:{self.server.recorder.key}".encode()).decode()
@@ -244,17 +219,6 @@ class _Handler(BaseHTTPRequestHandler):
         client = self.headers.get("X-WANDB-ASYNC-CLIENT-ID", "") if shared else ""
         answer = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed, self.client_address[1])
         return (404, {"error": "run not found"}) if answer is None else (200, answer)
-
-    def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
-        self._send(code, {"Content-Type": "application/json", **(headers or {})}, json.dumps(answer).encode())
-
-    def _send(self, code: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def _wandb_cores_at(port: int, server: int) -> frozenset[int]:

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import mimetypes
-import re
 import secrets
 import threading
 import time
@@ -51,6 +50,7 @@ class RecordedArtifact:
 
     Attributes:
         files: The MD5 of each file that was to be uploaded for it, by its name.
+        contents: What was uploaded.
         committed: Whether all of it was there: before that, the service shows it to nobody.
     """
 
@@ -60,6 +60,7 @@ class RecordedArtifact:
     digest: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
     committed: bool = False
 
 
@@ -78,15 +79,12 @@ class RecordedRun:
         requests: How many filestream requests were accepted.
         clients: The client ids of shared-mode writers.
         files: Each uploaded file's last content, by name.
-        artifacts: The names of the artifacts that were created.
-        committed: The files of each artifact that was committed, by the artifact's name.
-        versions: These artifacts, by their ids.
+        versions: The artifacts that were created, by their ids.
         alerts: The title, text and level of each alert.
         rows_after_completion: How many rows came when the run was over and no `wandb.init` had opened it again.
         rows_overwritten: How many rows took the place of a different one, which is lost.
         connections: How many TCP connections have carried filestream requests. One process may have several: it opens
             another while it asks something else over the first.
-        open_connections: How many of them are open.
         senders: The ids of the processes at their other ends.
         late: How many seconds late the count of rows is, and the last row.
         replaces: Whether of several writers the last one's config and summary are kept alone.
@@ -114,14 +112,11 @@ class RecordedRun:
     clients: frozenset[str] = frozenset()
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
     _uploaded_at: dict[str, str] = field(default_factory=dict, repr=False)
-    artifacts: list[str] = field(default_factory=list)
-    committed: dict[str, dict[str, bytes]] = field(default_factory=dict, repr=False)
     versions: dict[str, RecordedArtifact] = field(default_factory=dict, repr=False)
     alerts: list[tuple[str, str, str]] = field(default_factory=list, repr=False)
     rows_after_completion: int = 0
     rows_overwritten: int = 0
     connections: int = 0
-    open_connections: int = 0
     senders: frozenset[int] = frozenset()
     stop_requested: bool = False
     _has_default_writer: bool = field(default=False, repr=False)
@@ -162,6 +157,16 @@ class RecordedRun:
     def log(self) -> list[str]:
         """The lines of the console, each behind its time."""
         return list(self._output.values())
+
+    @property
+    def artifacts(self) -> list[str]:
+        """The names of the artifacts that were created."""
+        return [one.name for one in self.versions.values()]
+
+    @property
+    def committed(self) -> dict[str, dict[str, bytes]]:
+        """The files of each artifact that was committed, by the artifact's name."""
+        return {one.name: one.contents for one in self.versions.values() if one.committed}
 
     @property
     def completed(self) -> bool:
@@ -408,10 +413,6 @@ class Store:
         self._runs: dict[RunKey, RecordedRun] = {}
         self._sweeps: dict[RunKey, RecordedSweep] = {}
         self._agents: dict[str, RecordedSweep] = {}
-        # Of each artifact that was created, by its id: its run, name and digest, and the files that were uploaded.
-        self.artifacts: dict[str, tuple[RecordedRun, str, str, dict[str, bytes]]] = {}
-        # The files of those that are complete, by the entity, project, name and digest.
-        self.committed: dict[tuple[str, str, str, str], dict[str, bytes]] = {}
 
     @property
     def runs(self) -> list[RecordedRun]:
@@ -438,6 +439,18 @@ class Store:
         run.replaces, run.old = self.replaces, self.old
         run.upsert(given)
         return run, inserted
+
+    def versions(self, artifact_id: str) -> list[RecordedArtifact]:
+        """The artifact with this id, if it was created."""
+        return [run.versions[artifact_id] for run in self.runs if artifact_id in run.versions]
+
+    def create_artifact(self, run: RecordedRun, artifact_id: str, version: RecordedArtifact) -> None:
+        """Add an artifact to a run. The service does not take the same one of a project twice."""
+        others = [one for other in self.runs if other.project == run.project for one in other.versions.values()]
+        for one in others:
+            if one.committed and (one.name, one.digest) == (version.name, version.digest):
+                version.committed, version.contents = True, one.contents
+        run.versions = {**run.versions, artifact_id: version}
 
     def get_sweep(self, key: RunKey) -> RecordedSweep | None:
         return self._sweeps.get(key)
@@ -560,30 +573,17 @@ class Operations:
     def CreateArtifact(self, given: Json) -> Json:
         asked = given["input"]
         run = self._store.get((asked["entityName"] or ENTITY, asked["projectName"], asked["runName"]))
+        version = RecordedArtifact(
+            asked["artifactCollectionName"],
+            asked["artifactTypeName"],
+            [alias["alias"] for alias in asked.get("aliases") or ()],
+            asked.get("digest", ""),
+            json.loads(asked.get("metadata") or "{}"),
+        )
         if run is not None:
-            run.artifacts = [*run.artifacts, asked["artifactCollectionName"]]
-            version = RecordedArtifact(
-                asked["artifactCollectionName"],
-                asked["artifactTypeName"],
-                [alias["alias"] for alias in asked.get("aliases") or ()],
-                asked.get("digest", ""),
-                json.loads(asked.get("metadata") or "{}"),
-            )
-            run.versions = {**run.versions, asked["clientID"]: version}
-            name, digest = asked["artifactCollectionName"], asked["digest"]
-            known = self._store.committed.get((run.entity, run.project, name, digest))
-            if known is None:
-                self._store.artifacts[asked["clientID"]] = run, name, digest, {}
-            else:  # the service does not take the same artifact twice
-                version.committed = True
-                run.committed = {**run.committed, name: known}
-                committed = {
-                    "id": asked["clientID"],
-                    "state": "COMMITTED",
-                    "artifactSequence": {"latestArtifact": None},
-                }
-                return {"createArtifact": {"artifact": committed}}
-        artifact = {"id": asked["clientID"], "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
+            self._store.create_artifact(run, asked["clientID"], version)
+        state = "COMMITTED" if version.committed else "PENDING"
+        artifact = {"id": asked["clientID"], "state": state, "artifactSequence": {"latestArtifact": None}}
         return {"createArtifact": {"artifact": artifact}}
 
     def CreateArtifactManifest(self, given: Json) -> Json:
@@ -594,7 +594,7 @@ class Operations:
 
     def CreateArtifactFiles(self, given: Json) -> Json:
         for asked in given["input"]["artifactFiles"]:
-            for version in self._versions(asked["artifactID"]):
+            for version in self._store.versions(asked["artifactID"]):
                 version.files = {**version.files, asked["name"]: asked["md5"]}
         nodes = [
             {
@@ -608,11 +608,7 @@ class Operations:
         return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
     def CommitArtifact(self, given: Json) -> Json:
-        run, name, digest, files = self._store.artifacts.get(given["artifactID"], (None, "", "", {}))
-        if run is not None:
-            run.committed = {**run.committed, name: dict(files)}
-            self._store.committed[run.entity, run.project, name, digest] = dict(files)
-        for version in self._versions(given["artifactID"]):
+        for version in self._store.versions(given["artifactID"]):
             version.committed = True
         return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
 
@@ -668,19 +664,10 @@ class Operations:
         nodes = [
             self._file(run, name, bool(given.get("upload")))
             for name in run.files
-            if name in (given.get("fileNames") or [name]) and _is_like(name, given.get("pattern") or "%")
+            if name in (given.get("fileNames") or [name])
         ]
         page = _page(nodes, given.get("fileCursor"), given["fileLimit"])
         return self._of_project(given, internalId=1, run={"fileCount": len(run.files), "files": page})
-
-    def RunFullHistory(self, given: Json) -> Json:
-        """The rows and the system metrics: one of them was asked for."""
-        run = self._asked(given)
-        streams = run and {
-            "history": [json.dumps(row) for row in run.history(given["samples"])],
-            "events": [json.dumps(row) for row in _sampled(run.events, given["samples"])],
-        }
-        return self._of_project(given, run=streams)
 
     def RunSampledHistory(self, given: Json) -> Json:
         run = self._asked(given)
@@ -712,9 +699,6 @@ class Operations:
         """The requested fields of a project; null for one that has no run and no sweep."""
         asked, known = (given["entity"], given["project"]), [*self._store.runs, *self._store.sweeps]
         return {"project": content if asked in [(each.entity, each.project) for each in known] else None}
-
-    def _versions(self, artifact_id: str) -> list[RecordedArtifact]:
-        return [run.versions[artifact_id] for run in self._store.runs if artifact_id in run.versions]
 
     def _asked(self, given: Json) -> RecordedRun | None:
         return self._shown(given, "name")
@@ -772,22 +756,13 @@ def _matches(run: RecordedRun, filters: Json) -> bool:
     )
 
 
-def _is_like(name: str, pattern: str) -> bool:
-    """Whether the name is of this SQL pattern."""
-    wild = {"%": ".*", "_": "."}
-    return bool(re.fullmatch("".join(wild.get(char, re.escape(char)) for char in pattern), name, re.DOTALL))
-
-
 def _sampled(rows: list[Row], samples: int) -> list[Row]:
     return rows if len(rows) <= samples else [rows[i * len(rows) // samples] for i in range(samples)]
 
 
 def _between(given: Json, number: int) -> float:
-    """The minimum, and more for each trial; whole numbers start again after the maximum."""
-    low, high = given["min"], given["max"]
-    if isinstance(low, int) and isinstance(high, int):
-        return low + number % (high - low + 1)
-    return float(low + (high - low) * number / (number + 1))
+    """The minimum, and more for each trial."""
+    return float(given["min"] + (given["max"] - given["min"]) * number / (number + 1))
 
 
 def _now() -> str:

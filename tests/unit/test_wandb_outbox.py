@@ -159,6 +159,18 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
     ]
 
 
+def test_a_row_that_is_logged_after_the_end_stands_behind_the_one_that_the_end_completes(run):
+    made = begun(run)
+    run.log({"a": 1}, commit=False)
+    made.keep_end(0)
+    with made.alone(run):
+        run.log({"b": 2})
+    made.close()
+    run.finish()
+    kept = Attempt.at(outbox.run_directory(run)).rows()
+    assert [(row.step, row.values.keys() & {"a", "b"}) for row in kept] == [(0, {"a"}), (1, {"b"})]
+
+
 def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has(run):
     """W&B's client gives the steps then. The file has rows of others, at other times."""
     begun(run, has_one_writer=False)
