@@ -42,9 +42,10 @@ test-all: $(INSTALLED)
 test-wide: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not slurm"
 
-# Ray, Dask, mpi4py, joblib and others, in an environment of their own. Spark if there is Java: apt-get install default-jre-headless
+# Ray, Dask, mpi4py, joblib and others, in an environment of their own. Spark if there is Java, Ray in a real Slurm if there is one:
+# apt-get install default-jre-headless slurmctld slurmd slurm-client munge
 test-engines: $(ENGINES)/.installed
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "engines or slurm" tests/engines tests/slurm/test_slurm_ray.py
 
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)

@@ -15,6 +15,7 @@ from support import jobs
 from support.harness import ENDS, Job, Outcome, ends, job, python, torchrun
 from support.kills import Kill, journals_left, kill_process, kill_with_children, moments, send_in_spite_of_kills
 from support.loopback import Fault
+from support.wandb_server import WandbServer
 
 from faults.matrix import PROMPT
 
@@ -58,6 +59,24 @@ def test_a_job_that_goes_back_keeps_all_rows_with_one_warning(tmp_path):
     assert [row["global_step"] for row in run.rows if row["pid"] != killed] == list(range(30, 50))
     assert (run.exit_codes, run.state) == ([0], "finished")
     assert found.output.count("All rows are kept") == 1
+
+
+@pytest.mark.wide
+def test_a_service_that_counts_late_loses_no_row_of_a_job_that_is_started_again(tmp_path):
+    settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 20}
+    with WandbServer(late=(3.0, 3.0)) as server:
+        started = Job(server, tmp_path)
+        for _ in range(2):
+            jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+        process = started.start(python(), PROMPT, **ends("loop", attempts=9, **settings))
+        started.wait_for("ready 0 0", count=3)
+        server.wait_for(lambda: len(server.runs[0].rows) > 60, 240)
+        started.signal(process.pid, signal.SIGKILL)
+        process.communicate()
+        started.start(python(), **ends("return", **settings))
+        found = started.outcome()
+    assert server.runs[0].rows_overwritten == 0
+    found.assert_each_once()
 
 
 def kill_later(started: Job, process: jobs.Process, longest_s: float, kill: Kill) -> None:

@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from support import backends, jobs
 from support.harness import ends, job, torchrun
 from support.kills import Kill, journals_left, kill_process, kill_with_children, logged, moments
+from support.loopback import Fault
 from support.users import NOBODY, needs_root
 from support.waiting import wait_for_file, wait_until
 
@@ -53,8 +55,13 @@ class Cluster:
     def watch(self, *options: str) -> jobs.Process:
         return self.start("--watch", "--interval", "0.2", "--killed-after", "2", *options)
 
-    def start(self, *options: str, env: Mapping[str, str] | None = None) -> jobs.Process:
-        command = [sys.executable, "-m", "flyteplugins_tracking", "send", *options, str(self.directory)]
+    def start(
+        self,
+        *options: str,
+        program: Sequence[str] = ("-m", "flyteplugins_tracking"),
+        env: Mapping[str, str] | None = None,
+    ) -> jobs.Process:
+        command = [sys.executable, *program, "send", *options, str(self.directory)]
         self.started.append(jobs.start(command, self.directory, {**self.backend.environment(), **(env or {})}))
         return self.started[-1]
 
@@ -335,3 +342,68 @@ def test_a_run_that_was_killed_while_it_was_opened_does_not_keep_the_watcher(tmp
         done = here.send("--watch", "--until-done", "--interval", "0.1", "--killed-after", "0.2")
         assert done.returncode == 0, done.output
         assert done.output.count("has no rows") == 1
+
+
+@pytest.mark.wide
+def test_an_attempt_that_is_online_goes_on_behind_the_rows_that_were_sent(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        attempt, watcher = here.start_job({**here.missing, "WANDB_MODE": "online"}), here.watch()
+        here.wait_for_more_rows(watcher)
+        end(attempt)
+        attempt = here.start_job({**here.backend.environment(), "IF_UNAVAILABLE": "raise"})
+        here.wait_for_more_rows(watcher)
+        (here.directory / "stop").touch()
+        done = jobs.finish(attempt, here.directory)
+        assert done.returncode == 0, done.output
+        end(watcher)
+        sent = here.send()
+        assert sent.returncode == 0, f"{sent.output}\n{done.output}"
+        here.assert_each_once()
+
+
+@pytest.mark.wide
+def test_a_wandb_core_that_dies_is_replaced(tmp_path):
+    with cluster(tmp_path, "wandb") as here:
+        attempt, watcher = here.start_job(), here.watch("--until-done")
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+            for child in psutil.Process(watcher.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):  # it ends with the one before it
+                    child.kill()
+        here.wait_for_more_rows(watcher)
+        (here.directory / "stop").touch()
+        assert jobs.finish(attempt, here.directory).returncode == 0
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        here.assert_each_once()
+        assert here.state == "finished"
+
+
+REFUSED_SOON = """
+import sys
+from flyteplugins_tracking.__main__ import main
+from flyteplugins_tracking._commands import watch
+watch._AGAIN_S = 5.0
+sys.exit(main())
+"""
+
+
+@pytest.mark.wide
+def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_path):
+    """wandb-core sends no row after a refusal, and says nothing."""
+    with cluster(tmp_path, "wandb") as here:
+        attempt = here.start_job()
+        watcher = here.start("--watch", "--interval", "0.5", "--until-done", program=("-c", REFUSED_SOON))
+        here.wait_for_more_rows(watcher)
+        with here.backend._server.failing(Fault.status(401, only="filestream")) as fault:
+            here.backend._server.wait_for(lambda: fault.hits)
+            time.sleep(1)
+        for _ in range(2):
+            here.wait_for_more_rows(watcher)
+        (here.directory / "stop").touch()
+        assert jobs.finish(attempt, here.directory).returncode == 0
+        done = jobs.finish(watcher, here.directory)
+        assert done.returncode == 0, done.output
+        assert done.output.count("W&B does not take the rows") == 1, done.output
+        here.assert_each_once()
+        assert here.state == "finished"

@@ -51,7 +51,7 @@ def test_the_table_of_trackers_says_what_each_refuses_and_why():
         assert all(reason in TABLES for reason in unsupported.values()), name
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_the_demo_shows_the_stored_runs(tmp_path):
     """It starts nine interpreters, all of them real: two minutes."""
     env = {"PYTHONPATH": str(ROOT / "examples"), "WANDB_SILENT": "true"}
