@@ -4,7 +4,7 @@ Keys: `tracker`, `project`; `tracking`: the other arguments of the decorator. `f
 row, and how many. `end`: how it ends: "return", "kill" of the ranks in `kills` (or all) or "raise" of the rank
 `raises`, both `before_s` after all ranks have logged, or "stop" by `should_stop()`. torchelastic's later attempts
 return. `marks`: the directory in which each rank says that it has logged; by default its own. `spawns`: how many ranks
-the process starts itself, `folds` times.
+the process starts itself.
 """
 
 import json
@@ -67,7 +67,6 @@ if __name__ == "__main__":
     if "spawns" in SETTINGS:
         import torch.multiprocessing
 
-        for _ in range(SETTINGS.get("folds", 1)):
-            torch.multiprocessing.spawn(train_as, nprocs=SETTINGS["spawns"])
+        torch.multiprocessing.spawn(train_as, nprocs=SETTINGS["spawns"])
     else:
         train()

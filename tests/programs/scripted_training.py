@@ -307,7 +307,6 @@ def main() -> None:
             train(**SETTINGS["then"])
     finally:
         note(f"held {rank()} {len(os.listdir('/proc/self/fd'))} {threading.active_count()}")
-    note(f"threads {[thread.name for thread in threading.enumerate() if 'flyteplugins' in thread.name]}")
 
 
 if __name__ == "__main__":
