@@ -64,6 +64,7 @@ def test_a_key_is_nowhere_but_in_the_requests(tmp_path, given, trouble):
             assert not [name for name, content in run.files.items() if CANARY.encode() in content]
 
 
+@pytest.mark.full
 def test_a_key_is_in_no_serialized_task(tmp_path, monkeypatch):
     pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
     env = {"PYTHONPATH": str(jobs.PROGRAMS), "WANDB_API_KEY": CANARY, "_FSEC_WANDB_API_KEY": CANARY}

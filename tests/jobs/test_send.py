@@ -179,7 +179,7 @@ def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
 
 @pytest.mark.full
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
-    directories = offline_runs(tmp_path, 5, 7)
+    (directory,) = offline_runs(tmp_path, 5)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sender, "_CONFIRMED_S", 2.0)
     with WandbServer(late=(1000.0, 0.0)) as server:  # which looks as a service that has dropped the rows
@@ -187,12 +187,11 @@ def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_enviro
             monkeypatch.setenv(name, value)
         # Another test of this process may have set up the client for another server.
         monkeypatch.setattr(vendor.session().settings, "base_url", server.url)
-        assert main([*map(str, directories)]) == 1
+        assert main([str(directory)]) == 1
     output, errors = capsys.readouterr()
-    assert f"sent {directories[0]}" not in output
-    for directory, rows in zip(directories, (5, 7), strict=True):
-        assert f"W&B has not confirmed {directory}: it counts 0 rows" in errors
-        assert f"should count {rows}. Keep the directory" in errors
+    assert f"sent {directory}" not in output
+    assert f"W&B has not confirmed {directory}: it counts 0 rows" in errors
+    assert "should count 5. Keep the directory" in errors
 
 
 def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
@@ -281,11 +280,9 @@ def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
     assert [path.suffix for path in directory.iterdir()] == [".txt"]  # nothing was begun
 
 
-@pytest.mark.full
 def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
     tmp_path, bare_environment, monkeypatch, capsys
 ):
-    """The server may have another address here, but it has one."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")
     monkeypatch.setenv("WANDB_BASE_URL", "http://example.com")
     servers = servers_of("mlflow")
@@ -294,8 +291,6 @@ def test_the_rows_of_a_job_that_had_a_server_do_not_go_to_a_local_database(
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert main([str(directory)]) == 1
     assert f"If the server is right: export MLFLOW_TRACKING_URI={OWN}" in capsys.readouterr().err
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/here.db")
-    assert main([str(directory)]) == 0
 
 
 @pytest.mark.sampled(1)

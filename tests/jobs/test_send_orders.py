@@ -122,7 +122,7 @@ def test_the_next_attempt_sends_what_another_disk_has_taken_the_steps_of(tmp_pat
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("place", [pytest.param("here", marks=pytest.mark.full), "elsewhere"])
+@pytest.mark.parametrize("place", [pytest.param("here", marks=pytest.mark.wide), "elsewhere"])
 def test_a_run_that_is_open_is_left_alone(tmp_path, place):
     """Two writers of one run count its lines apart, and overwrite each other's."""
     with WandbServer() as server:

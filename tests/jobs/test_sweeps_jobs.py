@@ -197,6 +197,7 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
     assert server.unknown_operations == []
 
 
+@pytest.mark.full
 def test_tracking_config_gives_the_place_and_the_decorator_goes_before_all(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_config.py", env=server.environment)

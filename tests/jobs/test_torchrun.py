@@ -79,6 +79,7 @@ def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing
     assert len(runs) == len(RANK_SCOPES)
 
 
+@pytest.mark.full
 def test_two_nodes_have_a_run_each_per_worker(two_nodes):
     done = two_nodes
     assert done.returncode == 0, done.output

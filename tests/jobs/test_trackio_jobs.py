@@ -177,7 +177,7 @@ def assert_each_once(directory: Path, logged: list[int]) -> str:
     return status_of(directory, "killed")
 
 
-@pytest.mark.parametrize(("when", "longest_s"), [("logged", 1.0), pytest.param("ending", 0.4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("when", "longest_s"), [("logged", 1.0), pytest.param("ending", 0.4, marks=pytest.mark.wide)])
 def test_every_row_of_a_killed_process_arrives_once(tmp_path, when, longest_s):
     count = 1 if when == "logged" else moments(4)
     logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), count, longest_s, when)
