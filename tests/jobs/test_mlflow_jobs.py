@@ -319,7 +319,7 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
     assert len(history(run_id, "b")) == 3
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_send_that_is_killed_again_and_again_sends_each_row_once(server, tmp_path):
     logged = left_by_killed_training(tmp_path, "mlflow", "sent", environment(server))
     kept = tmp_path / "tracking-offline" / "mlflow-killed"

@@ -57,7 +57,7 @@ def test_a_rank_that_the_job_does_not_have_is_refused_on_every_rank(tmp_path):
     assert done.runs == []
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--max-restarts=1"], end={"1": "raise"}, tracking={"primary_rank": -1})
     assert done.returncode == 0, done.output

@@ -150,7 +150,6 @@ def restarts(job: str) -> dict[str, Restart]:
 
 # The others have a launcher, platform or file that one of these has too.
 FULL = {
-    "torchrun, its ranks after an exception",
     "torchrun in a batch job, a requeue",
     "a new Slurm job with run_file, after a stop with a checkpoint",
     "two projects with one run_file",
@@ -356,6 +355,7 @@ def test_a_copy_of_the_file_is_a_new_run_and_a_directory_that_was_moved_goes_on(
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["wandb"], indirect=True)
 def test_what_the_service_refuses_or_does_not_keep_leaves_a_run_and_the_file(job: Job) -> None:
     """An id that it does not take, from a file that was edited; a client that is turned off; another team's run."""

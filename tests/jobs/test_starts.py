@@ -103,12 +103,12 @@ SCRIPTS: dict[str, tuple[str, str | None]] = {
         "python sweep.py\npython forks.py\n" + TWICE.format("wrapped", "python run.py bash -c 'python train.py; true'"),
         None,
     ),
-    "a child with the same command": (TWICE.format("a", "python run.py python train.py"), None),
     "names that an id cannot have": (
         "cp train.py 训练.py\ncp train.py 评估.py\ncp train.py train.2.py\n"
         "TAG=a python 训练.py\nTAG=b python 评估.py\nTAG=c python train.2.py\n" + TWICE.format("d", "python train.py"),
         "TAG=b python 评估.py\n" + TWICE.format("d", "python train.py") + "TAG=c python train.2.py\n",
     ),
+    "a child with the same command": (TWICE.format("a", "python run.py python train.py"), None),
     "places of their own for temporary files": (
         "for tag in a b; do TAG=$tag TMPDIR=$(mktemp -d) HOME=$(mktemp -d) python train.py; done\n",
         None,
@@ -149,7 +149,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.sampled_full(3)
+@pytest.mark.sampled_full(2)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_trainings_of_a_batch_script_have_their_runs_again_after_a_requeue(tmp_path: Path, kind: str) -> None:
