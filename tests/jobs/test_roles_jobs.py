@@ -417,6 +417,13 @@ def test_a_refusal_is_told_to_a_role_at_once(job):
     assert 0 < fault.hits < 10  # the client itself asks again a few times
 
 
+@pytest.mark.wide
+def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
+    missing = job.run("rollout-0", arguments={"init_timeout_s": 15})
+    assert missing.returncode == 1
+    assert 3 < job.server.operations.count("Run") <= 10
+
+
 # A service whose answers are old
 
 

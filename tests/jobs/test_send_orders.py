@@ -153,6 +153,17 @@ def test_files_of_the_bare_client_that_was_not_told_to_resume_do_not_overwrite_r
 
 
 @pytest.mark.wide
+def test_rows_that_are_counted_late_are_not_overwritten(tmp_path):
+    with WandbServer(late=(4.0, 4.0)) as server:
+        log_attempt(tmp_path, 0, "offline raise", server)
+        log_attempt(tmp_path, 1, "online", server)
+        done = send(tmp_path, server)
+        assert done.returncode == 0, done.output
+        assert_each_row_once(server.run("run"), [4, 4])
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.wide
 def test_a_shared_run_that_has_gone_on_online_keeps_its_end(tmp_path):
     tracking = {"id": "run", "project": "p", "run_mode": "shared"}
     with WandbServer() as server:

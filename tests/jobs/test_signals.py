@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from support.harness import ends, job, python
 from support.loopback import Fault, SlowProxy
 from support.mlflow_server import MlflowServer
 from support.pluto_server import PlutoServer
-from support.waiting import wait_until
+from support.waiting import wait_for_file, wait_until
 from support.wandb_server import WandbServer
 
 PROGRAM = jobs.PROGRAMS / "signal_runs.py"
@@ -30,6 +26,16 @@ PROGRAM = jobs.PROGRAMS / "signal_runs.py"
 def trained(directory: Path, *arguments: str, env: Mapping[str, str] | None = None) -> jobs.Done:
     """A function of `signal_runs.py`."""
     return jobs.python(directory, PROGRAM, *arguments, env=env)
+
+
+@pytest.mark.full
+def test_a_handler_that_exits_gives_the_process_its_status(tmp_path):
+    with job(tmp_path) as started:
+        process = started.start(python(), **ends("sleep", handler="exit 5"))
+        started.wait_for("ready 0 0")
+        started.signal(process.pid)
+        found = started.outcome()
+        assert (found.returncode, found.exit_codes, found.lost) == (5, (143,), 0)
 
 
 @pytest.mark.full
@@ -222,10 +228,13 @@ def test_a_slow_opening_ends_with_the_failure_of_another_rank_or_by_its_sigterm(
 # asyncio, and functions in threads beside a loop
 
 
-def test_ctrl_c_in_an_async_function_is_told_from_a_cancellation(tmp_path):
+@pytest.mark.parametrize(
+    ("function", "exit_code"), [("interrupted_async", 130), pytest.param("cancelled_async", 1, marks=pytest.mark.full)]
+)
+def test_ctrl_c_in_an_async_function_is_told_from_a_cancellation(tmp_path, function, exit_code):
     with WandbServer() as server:
-        done = trained(tmp_path, "interrupted_async", env=server.environment)
-        assert [run.exit_codes for run in server.runs] == [[130]], done.output
+        done = trained(tmp_path, function, env=server.environment)
+        assert [run.exit_codes for run in server.runs] == [[exit_code]], done.output
 
 
 def test_the_signal_reaches_an_asyncio_loop(tmp_path):
@@ -244,63 +253,25 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
 
 
-@dataclass(frozen=True)
-class RunningJob:
-    """A job that can be ended by SIGTERM.
-
-    Attributes:
-        pids: The ids of the processes that have logged, by rank.
-    """
-
-    process: subprocess.Popen[str]
-    directory: Path
-    server: WandbServer
-    pids: list[int]
-
-    def end(self) -> jobs.Done:
-        self.process.send_signal(signal.SIGTERM)
-        return jobs.finish(self.process, self.directory)
+def ended_by_sigterm(process: jobs.Process, directory: Path, count: int = 1) -> jobs.Done:
+    """Send SIGTERM when `count` of the job's processes have logged."""
+    for rank in range(count):
+        wait_for_file(directory / f"ready-{rank}", process)
+    os.kill(process.pid, signal.SIGTERM)
+    return jobs.finish(process, directory)
 
 
-@contextmanager
-def running_job(
-    process: subprocess.Popen[str], directory: Path, server: WandbServer, count: int = 1
-) -> Iterator[RunningJob]:
-    """Yield the job when `count` of its processes have logged. Kill it after the block if it still runs."""
-    files = [directory / f"ready-{rank}" for rank in range(count)]
-    try:
-        pids: dict[Path, str] = {}  # a file is read until it is not empty: writing it anew empties it for a moment
-        while len(pids) < count:
-            assert process.poll() is None, process.communicate()[0]
-            pids |= {file: pid for file in files if file not in pids and file.exists() and (pid := file.read_text())}
-            time.sleep(0.05)
-        yield RunningJob(process, directory, server, [int(pids[file]) for file in files])
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-@contextmanager
-def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_sigterm") -> Iterator[RunningJob]:
+def start_pod(task: str, directory: Path, server: WandbServer, module: str = "flyte2_sigterm") -> jobs.Process:
     pytest.importorskip("flyte", reason="flyte is not installed")
     pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not installed")
     from support import flyte2_pods
 
-    with WandbServer() as server:
-        process = flyte2_pods.start(task, directory, run="sigterm", module=module, **server.environment)
-        with running_job(process, directory, server, count) as started:
-            yield started
+    return flyte2_pods.start(task, directory, run="sigterm", module=module, **server.environment)
 
 
-@contextmanager
-def script(directory: Path, *arguments: str) -> Iterator[RunningJob]:
+def start_script(function: str, directory: Path, server: WandbServer) -> jobs.Process:
     """A function of `signal_runs.py`."""
-    with WandbServer() as server:
-        command = [sys.executable, PROGRAM, *arguments]
-        process = jobs.start(command, directory, server.environment)
-        with running_job(process, directory, server) as started:
-            yield started
+    return jobs.start([sys.executable, PROGRAM, function], directory, server.environment)
 
 
 def ended_by_the_signal(done: jobs.Done) -> bool:
@@ -308,46 +279,47 @@ def ended_by_the_signal(done: jobs.Done) -> bool:
 
 
 def test_the_run_of_an_evicted_pod_ends_with_143_and_has_its_rows(tmp_path):
-    with pod("sleeps", tmp_path) as started:
-        done = started.end()
-        (run,) = started.server.runs
-        assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
-        assert ended_by_the_signal(done), done.output
+    with WandbServer() as server:
+        done = ended_by_sigterm(start_pod("sleeps", tmp_path, server), tmp_path)
+        (run,) = server.runs
+    assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
+    assert ended_by_the_signal(done), done.output
 
 
 @pytest.mark.full
 def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
-    with pod("workers", tmp_path, count=2, module="flyte2_sigterm_workers") as started:
-        assert started.process.pid not in started.pids
-        done = started.end()
-        (run,) = started.server.runs
-        assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
+    with WandbServer() as server:
+        agent = start_pod("workers", tmp_path, server, module="flyte2_sigterm_workers")
+        done = ended_by_sigterm(agent, tmp_path, count=2)
+        (run,) = server.runs
+    assert str(agent.pid) not in [path.read_text() for path in tmp_path.glob("ready-*")]
+    assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
 
 
 @pytest.mark.full
 def test_a_function_that_stops_by_itself_is_waited_for(tmp_path):
-    with script(tmp_path, "stops_in_thread") as started:
-        done = started.end()
-        (run,) = started.server.runs
-        assert (run.exit_codes, run.state, run.summary["stop/reason"]) == ([143], "preempted", "SIGTERM"), done.output
-        assert Path(tmp_path, "saved").exists()
-        assert ended_by_the_signal(done), done.output
+    with WandbServer() as server:
+        done = ended_by_sigterm(start_script("stops_in_thread", tmp_path, server), tmp_path)
+        (run,) = server.runs
+    assert (run.exit_codes, run.state, run.summary["stop/reason"]) == ([143], "preempted", "SIGTERM"), done.output
+    assert Path(tmp_path, "saved").exists()
+    assert ended_by_the_signal(done), done.output
 
 
 def test_a_handler_of_the_users_is_called_once_and_the_run_stays_open(tmp_path):
     """What is logged after it is in the run, which ends once, with the function."""
-    with script(tmp_path, "handled_in_thread") as started:
-        done = started.end()
-        (run,) = started.server.runs
-        assert (done.returncode, done.output.count("told")) == (0, 1), done.output
-        assert (run.exit_codes, [row["row"] for row in run.rows]) == ([143], [0, 1])
-        assert run.rows_after_completion == 0
+    with WandbServer() as server:
+        done = ended_by_sigterm(start_script("handled_in_thread", tmp_path, server), tmp_path)
+        (run,) = server.runs
+    assert (done.returncode, done.output.count("told")) == (0, 1), done.output
+    assert (run.exit_codes, [row["row"] for row in run.rows]) == ([143], [0, 1])
+    assert run.rows_after_completion == 0
 
 
 @pytest.mark.full
 def test_the_runs_of_threads_are_ended_and_of_none_that_has_returned(tmp_path):
-    with script(tmp_path, "two_threads") as started:
-        done = started.end()
-        assert ended_by_the_signal(done), done.output
-        assert {run.id: run.exit_codes for run in started.server.runs} == {"first": [0], "second": [143]}
-        assert [len(run.rows) for run in started.server.runs] == [1, 1]
+    with WandbServer() as server:
+        done = ended_by_sigterm(start_script("two_threads", tmp_path, server), tmp_path)
+    assert ended_by_the_signal(done), done.output
+    assert {run.id: run.exit_codes for run in server.runs} == {"first": [0], "second": [143]}
+    assert [len(run.rows) for run in server.runs] == [1, 1]

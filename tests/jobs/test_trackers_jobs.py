@@ -70,6 +70,22 @@ def test_an_entry_point_gives_a_tracker_that_is_its_class(registered, bare_envir
     assert run.status == "finished"
 
 
+def test_the_first_row_of_a_later_attempt_has_its_number(registered, bare_environment):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    for name, value in {**place, "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+        bare_environment.setenv(name, value)
+
+    @tracking_init(tracker="jsonl", project="p", id="again")
+    def train():
+        for number in range(3):
+            get_run().log({"a": number})
+
+    train()
+    lines = Path(registered.environment()["JSONL_DIR"], "p", "again.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "a" in row]
+    assert [(row["a"], row.get("restart_count")) for row in rows] == [(0, 2), (1, None), (2, None)]
+
+
 class Absent(Tracker):
     """The example's, whose service may be away."""
 

@@ -112,6 +112,20 @@ def interrupted_async() -> None:
     asyncio.run(train())
 
 
+def cancelled_async() -> None:
+    """A function that its caller cancels."""
+
+    @tracking_init(project="tests", id="ours")
+    async def train() -> None:
+        get_run().log({"x": 0})
+        await asyncio.sleep(PATIENCE_S)
+
+    async def main() -> None:
+        await asyncio.wait_for(train(), 0.5)
+
+    asyncio.run(main())
+
+
 def fork_race() -> None:
     """50 children are told to end as soon as they are forked."""
 

@@ -6,6 +6,8 @@ import itertools
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,6 +218,20 @@ def test_a_run_sends_what_its_own_earlier_attempts_have_left_alone(service):
         shutil.copy(path, LEFT)
     log(service, [9])
     assert (service.numbers, sorted(kept_in())) == ([0, 9], [1, 2])
+
+
+def test_what_another_process_writes_is_left_to_it(service):
+    log(None, [0])
+    (journal,) = LEFT.iterdir()
+    code = "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-u", "-c", code, journal], **pipes) as writer:
+        writer.stdout.readline()
+        log(service, [9])
+        assert (service.numbers, kept_in()) == ([9], [0])
+        writer.communicate(b"\n")
+    log(service, [10])
+    assert (service.numbers, kept_in()) == ([9, 0, 10], [])
 
 
 def test_a_signal_handler_may_log_while_a_row_is_logged(service, monkeypatch):
