@@ -20,7 +20,7 @@ from support.waiting import wait_until
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._commands import send
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers import ending
+from flyteplugins_tracking.trackers import ending, kept
 from flyteplugins_tracking.trackers import outbox as outboxes
 from flyteplugins_tracking.trackers.journal import stored
 from flyteplugins_tracking.trackers.outbox import AwayError
@@ -218,6 +218,16 @@ def test_a_run_sends_what_its_own_earlier_attempts_have_left_alone(service):
         shutil.copy(path, LEFT)
     log(service, [9])
     assert (service.numbers, sorted(kept_in())) == ([0, 9], [1, 2])
+
+
+def test_a_runs_end_that_the_service_has_not_taken_is_left_to_who_sends_it(service, monkeypatch):
+    def fail(*_: object) -> None:
+        raise AwayError("it is away")
+
+    monkeypatch.setattr(kept.OutboxHandle, "end_run", fail)
+    log(service, [0, 1])
+    (left,) = stored(LEFT)
+    assert (service.numbers, [line["exit_code"] for line in left.lines()]) == ([0, 1], [0])
 
 
 def test_what_another_process_writes_is_left_to_it(service):
