@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -169,12 +171,16 @@ def test_a_directory_with_a_file_that_cannot_be_read_is_not_called_sent(tmp_path
 
 
 def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
-    directory = kept_run(tmp_path / "kept", "trackio", "x", "\ud800", "y")
+    """Nor has a run without an end succeeded, whose process was killed."""
+    directory = kept_run(tmp_path / "kept", "trackio", "x", "\ud800", "y", arguments={"project": "p"})
     done = send(tmp_path, {"TRACKIO_DIR": str(tmp_path)}, directory)
     assert done.returncode == 1, done.output
     assert "sent 2 rows again" in done.output
     assert f"{directory} was sent, but for 1 rows that the service rejects" in done.output
     assert [path.suffix for path in directory.glob("*.journal.*")] == [".bad"]
+    with closing(sqlite3.connect(tmp_path / "p.db")) as database:
+        ((config,),) = database.execute("SELECT config FROM configs").fetchall()
+    assert json.loads(config)["tracking_init"]["status"] == "failed"
 
 
 @pytest.mark.full
