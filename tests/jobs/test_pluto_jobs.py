@@ -158,13 +158,6 @@ def test_noop_needs_no_server(singles):
 
 
 @pytest.mark.full
-def test_the_exported_run_has_its_id_and_project(singles):
-    _, _, told = singles
-    assert told["noop"]["passed_on"] == [None]
-    assert told["named again"]["passed_on"] == [{"id": "again", "project": "tests"}]
-
-
-@pytest.mark.full
 def test_an_ignored_name_warns(singles):
     server, done, told = singles
     assert told["named again"]["id"] == "again"
@@ -362,18 +355,6 @@ print(json.dumps(calls))
     for name, parameters in json.loads(done.stdout).items():
         ours = list(inspect.signature(getattr(Queue, name)).parameters)
         assert ours == parameters or ours[-1] == "record", name
-
-
-@pytest.mark.full
-def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_path):
-    with PlutoServer() as server:
-        done = jobs.python(tmp_path, SCRIPT, "late", env=pluto_environment(server))
-        assert done.returncode == 0, done.output
-        run = server.run("late")
-        assert (run.status, [line["data"] for line in run.lines if "late" in line["data"]]) == (
-            "TERMINATED",
-            [{"late": 1}],
-        )
 
 
 @pytest.mark.full

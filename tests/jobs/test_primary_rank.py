@@ -57,7 +57,7 @@ def test_a_rank_that_the_job_does_not_have_is_refused_on_every_rank(tmp_path):
     assert done.runs == []
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--max-restarts=1"], end={"1": "raise"}, tracking={"primary_rank": -1})
     assert done.returncode == 0, done.output
@@ -122,10 +122,9 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "shared"])
-def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_mode):
+def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path):
     """A second node comes, and has the last rank. Then it dies, and the first node goes on alone."""
-    tracking = {"run_mode": run_mode, "primary_rank": -1}
+    tracking = {"run_mode": "shared", "primary_rank": -1}
     with job(tmp_path) as started:
         port, how = jobs.free_port(), ends("together", attempts=9, step_s=0.1, tracking=tracking)
         agent(started, "127.0.0.1", port, host=True, **how)

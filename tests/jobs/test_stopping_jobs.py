@@ -71,20 +71,10 @@ def test_a_preempted_job_stops_at_one_step_and_a_restart_goes_on(tmp_path):
     assert [row["step"] for row in [*first.rows, *second.rows]] == list(range(80))
 
 
-@pytest.mark.sampled_full(2)
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("asks", "step_s", "reason"),
-    [
-        ([[1, 10, "request"]], UNEVEN, "a reason"),
-        ([[3, 10, "SIGUSR1"]], UNEVEN, "SIGUSR1"),
-        ([[1, 3, "request"]], (0.001, 0.005, 0.05, 1.0), "a reason"),
-        ([[0, 10, "request"], [3, 10, "request"]], UNEVEN, "a reason"),
-    ],
-    ids=str,
-)
-def test_a_job_that_is_asked_to_stop_returns(tmp_path, asks, step_s, reason):
-    done = jobs.run(torchrun(asks=asks, step_s=step_s), tmp_path, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("how", "reason"), [("request", "a reason"), ("SIGUSR1", "SIGUSR1")])
+def test_a_job_that_is_asked_to_stop_returns(tmp_path, how, reason):
+    done = jobs.run(torchrun(asks=[[3, 10, how]]), tmp_path, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.output
     step = last_step(tmp_path)
     (run,) = done.runs
@@ -92,24 +82,15 @@ def test_a_job_that_is_asked_to_stop_returns(tmp_path, asks, step_s, reason):
     assert sorted(notes(tmp_path, "returned")) == list(range(RANKS))
 
 
-@pytest.mark.sampled_full(1)
 @pytest.mark.full
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_signal_to_the_agent_stops_all_ranks_at_one_step(tmp_path, shared):
-    tracking = {"run_mode": "shared"} if shared else {}
-    job = jobs.start(torchrun(tracking=tracking), tmp_path)
+def test_a_signal_to_the_agent_stops_all_ranks_at_one_step(tmp_path):
+    job = jobs.start(torchrun(), tmp_path)
     wait_until(lambda: len(notes(tmp_path, "trains")) == RANKS, job)
     os.kill(job.pid, signal.SIGTERM)
     done = jobs.finish(job, tmp_path, TIMEOUT_S)
     last_step(tmp_path)
     assert done.returncode != 0
-    assert [run.exit_code for run in done.runs] == [143] * (RANKS if shared else 1)
-
-
-@pytest.mark.wide
-def test_a_signal_and_a_request_at_once_stop_at_one_step(tmp_path):
-    jobs.run(torchrun(asks=[[0, 10, "SIGTERM"], [3, 10, "request"]]), tmp_path, timeout_s=TIMEOUT_S)
-    last_step(tmp_path)
+    assert [run.exit_code for run in done.runs] == [143]
 
 
 @pytest.mark.full

@@ -130,23 +130,18 @@ def test_without_wandb_the_error_names_the_command(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.wide)])
-def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
-    """A run for each trial, or for each of its ranks in "new". All ranks have its parameters."""
+def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path):
+    """A run for each trial. All ranks have its parameters."""
     pytest.importorskip("torch")
     with WandbServer() as server:
-        env = {**server.environment, "MODE": run_mode}
-        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_ranks.py", env=env)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_ranks.py", env=server.environment)
         assert done.returncode == 0, done.output
         (sweep,), runs = server.sweeps, {run.id: run for run in server.runs}
-    suffixes = ["", "-rank-1"] if run_mode == "new" else [""]
-    assert sorted(runs) == sorted(f"{run_id}{suffix}" for run_id in sweep.run_ids for suffix in suffixes)
+    assert sorted(runs) == sorted(sweep.run_ids)
     for x, run_id in enumerate(sweep.run_ids, 1):
-        for rank in (0, 1):
-            own = run_id if rank == 0 else f"{run_id}-rank-1" if run_mode == "new" else None
-            told = json.loads((tmp_path / f"{run_id}-{rank}.json").read_text())
-            assert told == [x, own, sweep.id]
-        assert [values(runs[f"{run_id}{suffix}"], "x") for suffix in suffixes] == [[x]] * len(suffixes)
+        told = [json.loads((tmp_path / f"{run_id}-{rank}.json").read_text()) for rank in range(2)]
+        assert told == [[x, run_id, sweep.id], [x, None, sweep.id]]
+        assert values(runs[run_id], "x") == [x]
     assert [runs[run_id].exit_codes[-1] for run_id in sweep.run_ids] == [0, 1]
     assert [runs[run_id].sweep for run_id in sweep.run_ids] == [sweep.id] * 2
 
@@ -162,13 +157,7 @@ def test_a_trial_that_its_agent_stops_is_not_preempted_and_one_that_ends_with_it
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("task", "where"),
-    [
-        ("sweep_above", "local"),
-        pytest.param("sweep_above", "pod", marks=pytest.mark.wide),
-        pytest.param("sweep_below", "local", marks=pytest.mark.wide),
-        pytest.param("sweep_below", "pod", marks=pytest.mark.wide),
-    ],
+    ("task", "where"), [("sweep_above", "local"), pytest.param("sweep_below", "pod", marks=pytest.mark.wide)]
 )
 def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
     pytest.importorskip("flyte")
@@ -208,6 +197,7 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
     assert server.unknown_operations == []
 
 
+@pytest.mark.full
 def test_tracking_config_gives_the_place_and_the_decorator_goes_before_all(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_config.py", env=server.environment)

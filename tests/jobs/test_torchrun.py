@@ -79,6 +79,7 @@ def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing
     assert len(runs) == len(RANK_SCOPES)
 
 
+@pytest.mark.full
 def test_two_nodes_have_a_run_each_per_worker(two_nodes):
     done = two_nodes
     assert done.returncode == 0, done.output
@@ -124,15 +125,11 @@ def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_
 
 
 @pytest.mark.full  # the matrix has a restart of two nodes
-@pytest.mark.parametrize(
-    ("run_mode", "process_group"), [pytest.param("auto", False, marks=pytest.mark.wide), ("new", True)]
-)
-def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
+def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ["--rdzv-id=job", "--max-restarts=1"]
     failing = {"end": {"0": "raise"}, "linger_s": 60}  # the agent that restarts waits for the other to come again
-    tracking = {"run_mode": run_mode}
-    done = jobs.nodes(tmp_path, [1, 1], options, env, process_group=process_group, tracking=tracking, **failing)
+    done = jobs.nodes(tmp_path, [1, 1], options, env, process_group=True, tracking={"run_mode": "new"}, **failing)
     assert done.returncode == 0, done.output
     opened = [report for report in done.reports if report["run_id"]]
     assert {report["restart_count"] for report in opened} >= {0, 1}
@@ -143,46 +140,14 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.wide), "new"])
-def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
+def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path):
     """The shell is no name for a job: it starts the next one too."""
     script = (
         "for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 "
         'MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 "$@" & done; wait'
     )
-    command = [
-        "bash",
-        "-c",
-        f"{script}\n{script}",
-        "bash",
-        sys.executable,
-        *jobs.train(tracking={"run_mode": run_mode}),
-    ]
-    done = jobs.run(command, tmp_path)
-    if run_mode == "auto":
-        assert len({run.id for run in done.runs}) == len(done.runs) == 2, done.output
-    else:
-        assert "IdentityError: no run id that all 1 nodes agree on: env offers none" in done.output
-        assert done.runs == []
-
-
-@pytest.mark.full
-def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
-    done = jobs.nodes(tmp_path, [1, 1], in_a_file, env, tracking={"run_mode": "new"})
-    assert done.returncode != 0
-    assert "IdentityError" in done.output
-    assert "no run id that all 2 nodes agree on" in done.output
-    assert "id=" in done.output
-    assert done.runs == []
-
-
-@pytest.mark.full
-def test_virtual_local_ranks_are_refused(tmp_path):
-    done = jobs.one_node(tmp_path, 2, ["--virtual-local-rank"], tracking={"rank_scope": "worker"})
-    assert done.returncode != 0
-    assert "TopologyError: LOCAL_RANK=0 contradicts RANK=1 and GROUP_RANK=0" in done.output
+    done = jobs.run(["bash", "-c", f"{script}\n{script}", "bash", sys.executable, *jobs.train()], tmp_path)
+    assert len({run.id for run in done.runs}) == len(done.runs) == 2, done.output
 
 
 @pytest.mark.full
@@ -205,17 +170,12 @@ def test_torch_distributed_launch_is_torchelastic(tmp_path):
 
 @pytest.mark.full
 @jobs.needs_mpirun
-@pytest.mark.parametrize(
-    ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.wide)]
-)
-def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tmp_path, run_mode, rank_scope):
+def test_mpirun_on_one_node_has_one_run_and_another_one_each_time(tmp_path):
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", "bash", "-c", 'exec "$0" "$@"']
-    tracking = {"run_mode": run_mode, "rank_scope": rank_scope}
-    done = [jobs.run([*mpirun, sys.executable, *jobs.train(tracking=tracking)], tmp_path / str(i)) for i in range(2)]
+    done = [jobs.run([*mpirun, sys.executable, *jobs.train()], tmp_path / str(i)) for i in range(2)]
     assert [d.returncode for d in done] == [0, 0], done[0].output
     assert [report["launcher"] for report in done[0].reports] == ["openmpi"] * 3
-    assert len(done[0].runs) == (1 if run_mode == "auto" else 3)
-    assert len({run.group or run.id for run in done[0].runs}) == 1
+    assert len(done[0].runs) == 1
     assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
 
 

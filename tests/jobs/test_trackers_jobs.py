@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from flyteplugins_tracking import (
     ConfigError,
     TrackerUnavailableError,
     get_run,
-    tracking_config,
     tracking_init,
     tracking_run,
 )
@@ -32,27 +29,10 @@ from flyteplugins_tracking._commands.send import main as send
 from flyteplugins_tracking._runs.sigterm import Sigterm
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.journal import Line, stored
-from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle, open_or_keep
+from flyteplugins_tracking.trackers.journal import stored
+from flyteplugins_tracking.trackers.kept import open_or_keep
 
 BUILT_IN = sorted(registry.BUILT_IN)
-
-
-class Noted(Handle):
-    def __init__(self, request: Any) -> None:
-        self.id, self.run, self.request = request.plan.run_id, self, request
-
-    def finish(self, exit_code: int) -> None:
-        pass
-
-
-class Noting(Tracker):
-    name = "noting"
-    title = "Noting"
-    arguments = frozenset({"colour"})
-
-    def open(self, request: Any) -> Handle:
-        return Noted(request)
 
 
 @pytest.fixture(scope="module")
@@ -90,36 +70,27 @@ def test_an_entry_point_gives_a_tracker_that_is_its_class(registered, bare_envir
     assert run.status == "finished"
 
 
-def test_arguments_propagated_to_a_registered_tracker_reach_no_other(bare_environment, monkeypatch):
-    class Other(Noting):
-        name = "other"
-        arguments = frozenset({"shape", "colour"})
+def test_the_first_row_of_a_later_attempt_has_its_number(registered, bare_environment):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    for name, value in {**place, "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+        bare_environment.setenv(name, value)
 
-    def broken():
-        raise ImportError("made to fail")
-
-    entries = {"broken": broken, "noting": lambda: Noting, "other": lambda: Other}
-    registered = {name: SimpleNamespace(load=load) for name, load in entries.items()}
-    monkeypatch.setattr(registry, "_registered", lambda: registered)
-
-    @tracking_init(tracker="noting", id="i")
-    @tracking_init(tracker="other", id="i")
+    @tracking_init(tracker="jsonl", project="p", id="again")
     def train():
-        return [dict(get_run(name).request.config.options) for name in ("noting", "other")]
+        for number in range(3):
+            get_run().log({"a": number})
 
-    with tracking_config(colour="red", shape="round"):
-        assert train() == [{"colour": "red"}, {"colour": "red", "shape": "round"}]
-    with tracking_config(tracker="other", colour="red", shape="round"):
-        assert train() == [{}, {"colour": "red", "shape": "round"}]
+    train()
+    lines = Path(registered.environment()["JSONL_DIR"], "p", "again.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "a" in row]
+    assert [(row["a"], row.get("restart_count")) for row in rows] == [(0, 2), (1, None), (2, None)]
 
 
-class Absent(Noting):
+class Absent(Tracker):
     """The example's, whose service may be away."""
 
     name = "jsonl"
     title = "JSON lines"
-    arguments = frozenset()
-    is_there = False
 
     def open(self, request: Any) -> Handle:
         from jsonl_tracker import JsonlTracker
@@ -189,72 +160,6 @@ def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
     with closing(sqlite3.connect(objects.directory / "trackio" / "stacked.db")) as database:
         found = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
     assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
-
-
-class Taking(Tracker):
-    """A tracker whose kept runs are sent. It has the rows that it has got."""
-
-    name = title = "taking"
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def open(self, request: Any) -> Handle:
-        return OutboxHandle(request, self, self)
-
-    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
-        self.rows += [line["row"]["a"] for line in lines if "row" in line]
-
-
-@pytest.fixture
-def taking(monkeypatch) -> Taking:
-    made = Taking()
-    monkeypatch.setattr("flyteplugins_tracking._commands.send.find_tracker", lambda _: made)
-    for name in ("jsonl", made.name):
-        monkeypatch.setitem(SENT_LATER, name, ())  # type: ignore[arg-type]
-    return made
-
-
-def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
-    registered, taking, bare_environment, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
-
-    @tracking_init(tracker=Absent, project="torn", id="i", if_unavailable="degrade")
-    def train():
-        get_run().log({"a": 1})
-        get_run().log({"a": 2})
-
-    train()
-    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
-    os.truncate(path, path.read_bytes().rindex(b'"a":2') + 3)  # in the last row
-    path.with_name("0001-none-jsonl.journal.txt").touch()
-    assert send([str(path.parent)]) == 0
-    assert taking.rows == [1]
-
-
-def test_a_damaged_row_costs_that_row_and_nothing_else(
-    registered, taking, bare_environment, monkeypatch, tmp_path, caplog, capsys
-):
-    """A changed byte, and zeros at the end as after a power loss."""
-    monkeypatch.chdir(tmp_path)
-
-    @tracking_init(tracker=Absent, project="damaged", id="i", if_unavailable="degrade")
-    def train():
-        for number in range(20):
-            get_run().log({"a": number})
-
-    train()
-    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
-    data = bytearray(path.read_bytes())
-    data[data.index(b'{"row":{"a":7}') + 4] ^= 1
-    path.write_bytes(data + bytes(4096))
-    assert send([str(path.parent)]) == 0
-    assert taking.rows == [n for n in range(20) if n != 7]
-    assert f"{path} is damaged in 2 places" in caplog.text
-    assert [one.name for one in path.parent.glob("*.bad")] == [f"{path.name}.bad"]
-    assert send([str(path.parent)]) == 0
-    assert "has nothing that is not sent yet" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,10 +16,8 @@ import pytest
 from support import jobs, kills
 from support.kills import (
     journals_left,
-    left_by_killed_training,
     logged_by_killed_training,
     moments,
-    send_in_spite_of_kills,
 )
 from support.waiting import wait_for_file, wait_until
 
@@ -158,22 +155,9 @@ def test_the_config_has_the_tags_and_notes(one_process):
     assert said.count(f"Without effect: {kept}. Pass these to tracking_init") == 1
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("run_id", "status", "exit_code"),
-    [
-        ("all", "finished", 0),
-        ("inner", "finished", 0),
-        ("three", "failed", 3),
-        ("zero", "finished", 0),
-        ("raised", "failed", 1),
-        ("interrupted", "killed", 130),
-    ],
-)
-def test_the_status_is_how_the_function_ended(one_process, run_id, status, exit_code):
-    found = config(one_process[0], run_id)
-    found = found["tracking_init"]
-    assert (found["status"], found["exit_code"]) == (status, exit_code)
+def test_the_status_is_how_the_function_ended(one_process):
+    ends = [config(one_process[0], run_id)["tracking_init"] for run_id in ("inner", "three", "interrupted")]
+    assert [(end["status"], end["exit_code"]) for end in ends] == [("finished", 0), ("failed", 3), ("killed", 130)]
 
 
 def test_a_run_stays_in_its_process(one_process):
@@ -185,24 +169,6 @@ def test_a_run_stays_in_its_process(one_process):
     assert "child" not in logged
 
 
-@pytest.mark.full
-def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
-    process = start(tmp_path, "logs_until_killed")
-
-    def logged() -> int:
-        return (tmp_path / "logged").read_text().count("\n")
-
-    wait_for_file(tmp_path / "logged", process)
-    wait_until(lambda: logged() > 150 and row_count(tmp_path) > 50, process)  # written every 0.2 s, without an end
-    stored_before = row_count(tmp_path)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    kept = [row["number"] for _, row in rows(tmp_path)]
-    assert kept == list(range(len(kept)))
-    assert len(kept) >= stored_before  # a row that has reached the files stays there
-    assert (status_of(tmp_path), config(tmp_path)["late"]) == ("running", 1)
-
-
 def assert_each_once(directory: Path, logged: list[int]) -> str:
     """Assert that the files have each row once. Returns the run's status."""
     values = sorted(row["rank0"] for _, row in rows(directory, "killed"))
@@ -211,27 +177,11 @@ def assert_each_once(directory: Path, logged: list[int]) -> str:
     return status_of(directory, "killed")
 
 
-@pytest.mark.parametrize(
-    ("when", "count", "longest_s"),
-    [
-        ("logged", 1, 1.0),
-        pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
-        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.wide),
-        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.wide),
-    ],
-)
-def test_every_row_of_a_killed_process_arrives_once(tmp_path, when, count, longest_s):
+@pytest.mark.parametrize(("when", "longest_s"), [("logged", 1.0), pytest.param("ending", 0.4, marks=pytest.mark.wide)])
+def test_every_row_of_a_killed_process_arrives_once(tmp_path, when, longest_s):
+    count = 1 if when == "logged" else moments(4)
     logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), count, longest_s, when)
     assert assert_each_once(tmp_path, logged) == "finished"
-    assert not journals_left(tmp_path)
-
-
-@pytest.mark.full
-def test_a_send_that_is_killed_again_and_again_sends_each_row_once(tmp_path):
-    logged = left_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path))
-    kept = tmp_path / "tracking-offline" / "trackio-killed"
-    send_in_spite_of_kills(kept, tmp_path, environment(tmp_path), moments(4), 2.0)
-    assert assert_each_once(tmp_path, logged) == "failed"
     assert not journals_left(tmp_path)
 
 

@@ -35,13 +35,10 @@ def service(request, tmp_path):
 
 def opened(service: Any, directory: Path, fault: Fault | None, **settings: Any) -> jobs.Done:
     """The program, at a service that fails in this way at every request; with None, at one that does not."""
+    tracking = {"tracker": service.name, "init_timeout_s": 60 if fault is None else 10}
     with away(service, fault) as addresses:
-        return jobs.run(command(service, 60 if fault is None else 10, **settings), directory, addresses)
-
-
-def command(service: Any, init_timeout_s: float, **settings: Any) -> list[Any]:
-    tracking = {"tracker": service.name, "init_timeout_s": init_timeout_s, **settings.pop("tracking", {})}
-    return [sys.executable, PROGRAM, json.dumps({"tracking": tracking, **settings})]
+        command = [sys.executable, PROGRAM, json.dumps({"tracking": tracking, **settings})]
+        return jobs.run(command, directory, addresses)
 
 
 @contextlib.contextmanager
@@ -59,28 +56,19 @@ def away(service: Any, fault: Fault | None) -> Iterator[dict[str, str]]:
         yield {**service.environment(), **addresses}
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("run_id", [{}, pytest.param({"id": None}, marks=pytest.mark.wide)], ids=["id", "no id"])
-@pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.wide) for one in (400, 401, 404))])
-def test_a_refusal_is_an_error_by_default(service, tmp_path, status, run_id):
-    done = opened(service, tmp_path, Fault.status(status), tracking=run_id)
+def test_a_refusal_is_an_error_by_default(service, tmp_path):
+    done = opened(service, tmp_path, Fault.status(403))
     assert done.returncode == 1, done.output
     assert "BODY" not in done.output
     assert "TrackerUnavailableError" in done.output
     assert "degrade" not in done.output  # it would not help
-    assert service.name != "wandb" or re.search(rf"TrackerUnavailableError: .*returned error {status}", done.output)
+    assert service.name != "wandb" or re.search("TrackerUnavailableError: .*returned error 403", done.output)
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "fault",
-    [
-        Fault.status(503),
-        *(
-            pytest.param(fault, marks=pytest.mark.wide)
-            for fault in (Fault.status(402), Fault.mute(), Fault.status(429), Fault.status(500), Fault.refuse())
-        ),
-    ],
+    [Fault.status(503), pytest.param(Fault.mute(), marks=pytest.mark.wide)],
     ids=lambda fault: f"{fault.kind} {fault.code}",
 )
 def test_the_rows_of_an_outage_are_sent_by_the_next_attempt(service, tmp_path, fault):
@@ -119,28 +107,15 @@ def failure_shown(service: Any) -> set[str]:
     return {key for key, value in kept.config.items() if key.startswith("failure/") and value is not None}
 
 
-@pytest.mark.sampled_full(1)
-@pytest.mark.full
-@pytest.mark.parametrize("service", ["wandb"], indirect=True)
-@pytest.mark.parametrize("fault", [Fault.status(402), Fault.status(500), Fault.refuse()], ids=lambda fault: fault.kind)
-def test_the_outage_of_a_run_without_an_id_is_no_refusal(service, tmp_path, fault):
-    done = opened(service, tmp_path, fault, tracking={"id": None})
-    assert done.returncode == 0, done.output
-    assert "BODY True" in done.output
-    assert "This run is logged offline" in done.output
-
-
-@pytest.mark.sampled_full(2)
 @pytest.mark.full
 @pytest.mark.crossed
-@pytest.mark.parametrize("away", ["never", "second", pytest.param("first", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("away", ["never", "second"])
 def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tmp_path, away):
     """Also if the service has been away at one of them: the rows of that one are sent later."""
     fault = Fault.status(503)
-    failed = opened(service, tmp_path, fault if away == "first" else None, fails=True)
+    failed = opened(service, tmp_path, None, fails=True)
     assert failed.returncode == 1, failed.output
-    if away != "first":
-        assert {"failure/type", "failure/message"} <= failure_shown(service)
+    assert {"failure/type", "failure/message"} <= failure_shown(service)
     done = opened(service, tmp_path, fault if away == "second" else None)
     assert done.returncode == 0, done.output
     if away == "second":

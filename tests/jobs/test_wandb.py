@@ -103,21 +103,10 @@ def test_a_config_file_is_read_by_wandb_and_gains_the_run_metadata(tmp_path):
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        pytest.param({"WANDB_RUN_ID": "mine"}, ["mine", "", None, "uncategorized", False], marks=pytest.mark.full),
-        (
-            {"WANDB_RUN_GROUP": "g", "WANDB_NAME": "n", "WANDB_PROJECT": "q", "WANDB_RUN_ID": "i"},
-            ["i", "g", "n", "q", False],
-        ),
-    ],
-)
-def test_wandbs_variables_are_respected(tmp_path, variables, expected):
-    done = train(tmp_path, **variables)
-    (stored,) = done.runs
-    seen = [stored.id, stored.group, stored.name or None, stored.project, False]
-    assert seen == expected, done.output
+def test_wandbs_variables_are_respected(tmp_path):
+    done = train(tmp_path, WANDB_RUN_GROUP="g", WANDB_NAME="n", WANDB_PROJECT="q", WANDB_RUN_ID="i")
+    (run,) = done.runs
+    assert (run.id, run.group, run.name, run.project) == ("i", "g", "n", "q"), done.output
 
 
 @pytest.mark.full
@@ -133,17 +122,8 @@ def test_disabled_stays_disabled(tmp_path):
     assert done.runs == []
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "run.finish()",
-        pytest.param("wandb.finish()", marks=pytest.mark.wide),
-        pytest.param("run.finish(exit_code=0)", marks=pytest.mark.wide),
-        pytest.param("with run: pass", marks=pytest.mark.wide),
-    ],
-)
-def test_only_the_function_ends_the_run(tmp_path, ending):
-    done = runs(tmp_path, "user_finishes", ending)
+def test_only_the_function_ends_the_run(tmp_path):
+    done = runs(tmp_path, "user_finishes")
     assert "ValueError: made to fail" in done.output
     (run,) = done.runs
     assert run.exit_code == 1
@@ -174,9 +154,8 @@ def test_the_variable_of_a_wandb_service_that_has_ended_is_ignored(tmp_path):
     assert [run.exit_code for run in done.runs] == [0]
 
 
-@pytest.mark.parametrize("if_unavailable", ["degrade", pytest.param("raise", marks=pytest.mark.full)])
-def test_a_missing_key_raises_and_opens_no_run(tmp_path, if_unavailable):
-    done = train(tmp_path, {"if_unavailable": if_unavailable}, **ONLINE)
+def test_a_missing_key_raises_and_opens_no_run(tmp_path):
+    done = train(tmp_path, {"if_unavailable": "degrade"}, **ONLINE)
     assert "TrackerUnavailableError: W&B: there is no API key for this process. Run `wandb login`" in done.output
     assert done.returncode == 1
     assert done.runs == []
@@ -254,12 +233,10 @@ def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jo
     return jobs.run([sys.executable, "-m", "flyteplugins_tracking", *words], directory, {**server.environment, **more})
 
 
-@pytest.mark.sampled_full(1)
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["closed", "hangs"])
-def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tmp_path, how):
+def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tmp_path):
     """wandb itself waits for it without a limit."""
-    done = runs(tmp_path, "loses_the_request_to_end", how)
+    done = runs(tmp_path, "loses_the_request_to_end")
     assert done.returncode == 0, done.output
     assert not Path("/proc", (tmp_path / "core").read_text()).exists()
     (run,) = read_runs(tmp_path)
@@ -352,18 +329,13 @@ def test_the_client_reports_no_errors_of_its_own(tmp_path):
     assert "--no-observability" in of_core
 
 
-@pytest.mark.sampled_full(1)
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["online", "offline"])
-def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path, mode):
-    """What is logged then is kept, and sent when the function ends; of a run that is offline, when that is sent."""
+def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path):
+    """What is logged then is kept, and sent when the function ends."""
     with WandbServer() as server:
-        done = runs(tmp_path, "core_dies", **{**server.environment, "WANDB_MODE": mode})
+        done = runs(tmp_path, "core_dies", **server.environment)
         assert done.returncode == 0, done.output
         assert "wandb-core has died" in done.output
-        if mode == "offline":
-            assert server.runs == []
-            assert sent_as_printed(done, tmp_path, server).returncode == 0
         (run,) = server.runs
         assert [row["x"] for row in run.rows] == [0, 1, 2, 3], done.output
         assert (run.exit_codes[-1], run.state) == (0, "finished")

@@ -52,9 +52,3 @@ def sweep_above(n: int) -> str:
 @env.task
 def sweep_below(n: int) -> str:
     return search("sweep_below")
-
-
-@swept
-@env.task
-async def coroutine(n: int) -> str:
-    return json.dumps(get_sweep_id())

@@ -6,8 +6,6 @@ Each process writes what it saw as JSON to `seen-{rank}`.
 import json
 import logging
 import os
-import resource
-import statistics
 import sys
 import threading
 import time
@@ -218,33 +216,6 @@ def starts(project: str) -> None:
         SEEN["outside"] = mlflow.active_run().info.run_name
 
 
-def cost(project: str) -> None:
-    """Time the import, the opening, a log, and the end of a run with 10,000 points."""
-    started = time.perf_counter()
-    import mlflow
-
-    from flyteplugins_tracking import get_run, tracking_init
-
-    mlflow.get_tracking_uri()
-    SEEN["import_s"] = time.perf_counter() - started
-    started = time.perf_counter()
-
-    @tracking_init(tracker="mlflow", project=project, id="cost")
-    def train() -> None:
-        nonlocal started
-        SEEN["init_s"] = time.perf_counter() - started
-        run, taken = get_run(), []
-        for number in range(2000):
-            at = time.perf_counter()
-            run.log(dict.fromkeys("abcde", number))
-            taken.append(time.perf_counter() - at)
-        SEEN["log_us"] = statistics.median(taken) * 1e6
-        started = time.perf_counter()
-
-    train()
-    SEEN["flush_s"] = time.perf_counter() - started
-
-
 def outage(project: str) -> None:
     """The test stops the server in the middle of each of two runs: until 200 rows are logged, and until the end."""
     from flyteplugins_tracking import get_run, tracking_init
@@ -278,34 +249,6 @@ def outage(project: str) -> None:
     train()
     ends_mute()
     SEEN["end_s"] = time.perf_counter() - float(str(SEEN["ends_at"]))
-
-
-def full_disk(project: str) -> None:
-    """Logs 500 rows while the server is stopped by the test and a file can have 20 kB."""
-    from flyteplugins_tracking import get_run, tracking_init
-
-    @tracking_init(tracker="mlflow", project=project, id="full", kill_after_s=6)
-    def train() -> None:
-        (DIRECTORY / "opened").touch()
-        wait_until((DIRECTORY / "is-mute").exists)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        for number in range(500):
-            get_run().log({"loss": float(number)})
-
-    train()
-
-
-def full_disk_without_server(project: str) -> None:
-    """Logs 500 rows to files, of which each can have 20 kB."""
-    from flyteplugins_tracking import get_run, tracking_init
-
-    @tracking_init(tracker="mlflow", project=project, id="local", if_unavailable="degrade", init_timeout_s=2)
-    def train() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        for number in range(500):
-            get_run().log({"loss": float(number)})
-
-    train()
 
 
 def unavailable(*uris: str) -> None:

@@ -8,18 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, should_stop, tracking_init
-from flyteplugins_tracking._rank.plan import RunPlan
-from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
-from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.pluto import TRACKER
 
 DIRECTORY = Path(os.environ["TRAIN_DIR"])
 PLUTO = {"tracker": "pluto", "project": "tests"}
@@ -109,9 +103,6 @@ def ranks() -> None:
     )
 
 
-PASSED_ON: list[Any] = []
-
-
 def logging_once(**arguments: Any) -> dict[str, Any]:
     """Log one row in a run, and report its id or error."""
 
@@ -119,7 +110,6 @@ def logging_once(**arguments: Any) -> dict[str, Any]:
     def train() -> str:
         run = get_run()
         run.log({"x": 1})
-        PASSED_ON.append(TRACKER.export_run(run))
         return str(run.run_id)
 
     started = time.monotonic()
@@ -127,7 +117,7 @@ def logging_once(**arguments: Any) -> dict[str, Any]:
         outcome: dict[str, Any] = {"id": train()}
     except TrackingError as error:
         outcome = {"error": type(error).__name__, "text": str(error)}
-    return {**outcome, "seconds": time.monotonic() - started, "passed_on": PASSED_ON[-1:]}
+    return {**outcome, "seconds": time.monotonic() - started}
 
 
 def singles() -> None:
@@ -213,30 +203,6 @@ def log(run: Any, numbers: range) -> float:
     return slowest
 
 
-def late() -> None:
-    """Two ranks' handles of one run in this process: rank 1 logs a row after a signal has ended the run."""
-    first = RunRequest(
-        plan=RunPlan(opens=True, run_id="late", primary=True, writers=1),
-        planned_run_id="late",
-        config=TrackingConfig(tracker="pluto"),
-        info=None,
-        has_other_writers=False,
-        run_metadata={},
-        read_secret=lambda: None,
-        may_prompt=False,
-        sigterm=NoSigterm(),
-        deadline=time.monotonic() + 60,
-    )
-    info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    second = replace(first, plan=replace(first.plan, primary=False), info=info)
-    handles = [TRACKER.open(first), TRACKER.open(second)]
-    for handle in handles:
-        handle.end_early(143)
-    handles[1].log({"late": 1})
-    for handle in handles:
-        handle.finish(143)
-
-
 def cancelled() -> None:
     """The run is cancelled at the service while it trains."""
 
@@ -252,6 +218,6 @@ def cancelled() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig()
-    SCENARIOS: dict[str, Callable[[], None]] = {"ranks": ranks, "singles": singles, "mute": mute, "late": late}
+    SCENARIOS: dict[str, Callable[[], None]] = {"ranks": ranks, "singles": singles, "mute": mute}
     SCENARIOS["cancelled"] = cancelled
     SCENARIOS[sys.argv[1]]()

@@ -1,9 +1,8 @@
 """Ranks that reduce in each step; one of them may be slow, as the argument says. Rank 0 has the run.
 
-"sleeps": rank 2, in its data loading. "computes": rank 3, in Python that holds the GIL. "shared": rank 1 sleeps, and
-all ranks log. "until told": none; they do not meet, and train until there is a file `stop`. Each has written
-`pid-RANK`, and rank 0 keeps the run's count of silent ranks in `silent`. "alone": one process, whose steps are
-heartbeats, and which logs a row when half of them are done.
+"sleeps": rank 2, in its data loading. "shared": rank 1 sleeps, and all ranks log. "until told": none; they do not
+meet, and train until there is a file `stop`. Each has written `pid-RANK`, and rank 0 keeps the run's count of silent
+ranks in `silent`. "alone": one process, whose steps are heartbeats, and which logs a row when half of them are done.
 
 Arguments: which of these, `pulse_s`, the number of steps.
 """
@@ -19,20 +18,13 @@ from flyteplugins_tracking import get_run, heartbeat, tracking_init
 
 HOW, PULSE_S, STEPS = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 SLOW_S, USUAL_S = 0.15, 0.01
-SLOW_RANK = {"sleeps": 2, "computes": 3, "shared": 1}.get(HOW)
+SLOW_RANK = {"sleeps": 2, "shared": 1}.get(HOW)
 TRACKING = {"project": "tests", "id": "pulses", "pulse_s": PULSE_S}
 SHARED = {"run_mode": "shared", "rank_prefix": True} if HOW == "shared" else {}
 
 
 def next_batch() -> None:
-    if int(os.environ.get("RANK", "0")) != SLOW_RANK:
-        time.sleep(USUAL_S)
-    elif HOW == "computes":
-        until = time.monotonic() + SLOW_S
-        while time.monotonic() < until:
-            sum(range(1000))
-    else:
-        time.sleep(SLOW_S)
+    time.sleep(SLOW_S if int(os.environ.get("RANK", "0")) == SLOW_RANK else USUAL_S)
 
 
 @tracking_init(**TRACKING, **SHARED)

@@ -1,10 +1,9 @@
 """A training that is started again: its one argument is a JSON object, or the variable RESTARTED is one.
 
 Keys: `tracker`, `project`; `tracking`: the other arguments of the decorator. `first`, `rows`: the number of the first
-row, and how many. `end`: how it ends: "return", "kill" of the ranks in `kills` (or all) or "raise" of the rank
-`raises`, both `before_s` after all ranks have logged, or "stop" by `should_stop()`. torchelastic's later attempts
-return. `marks`: the directory in which each rank says that it has logged; by default its own. `spawns`: how many ranks
-the process starts itself, `folds` times.
+row, and how many. `end`: how it ends: "return", "kill" of all ranks or "raise" of the rank `raises`, both `before_s`
+after all ranks have logged, or "stop" by `should_stop()`. torchelastic's later attempts return. `marks`: the directory
+in which each rank says that it has logged; by default its own. `spawns`: how many ranks the process starts itself.
 """
 
 import json
@@ -46,14 +45,14 @@ def end(how: str, rank: int) -> None:
     if how == "raise" and rank == SETTINGS.get("raises", 0):
         time.sleep(SETTINGS.get("before_s", 0))
         raise ValueError("made to fail")
-    if how == "kill" and rank in SETTINGS.get("kills", [rank]):
+    if how == "kill":
         time.sleep(SETTINGS.get("before_s", 0))
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         request_stop("the test")
         while not should_stop():
             time.sleep(0.01)
-    if how in ("kill", "raise"):  # the launcher ends it
+    if how == "raise":  # the launcher ends it
         time.sleep(60)
 
 
@@ -67,7 +66,6 @@ if __name__ == "__main__":
     if "spawns" in SETTINGS:
         import torch.multiprocessing
 
-        for _ in range(SETTINGS.get("folds", 1)):
-            torch.multiprocessing.spawn(train_as, nprocs=SETTINGS["spawns"])
+        torch.multiprocessing.spawn(train_as, nprocs=SETTINGS["spawns"])
     else:
         train()

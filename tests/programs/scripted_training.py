@@ -101,17 +101,6 @@ def in_finally() -> None:
         note("finally")
 
 
-def in_slow_finally() -> None:
-    try:
-        loop()
-    finally:
-        note("in finally")
-        while not Path(DIRECTORY, "go").exists():
-            time.sleep(0.02)
-        log()
-        note("finally")
-
-
 def note_when_blocked(main: int) -> None:
     """Note it once the main thread has stood at one instruction for a second: inside a call, not on its way there."""
     at, since = None, 0.0
@@ -205,7 +194,6 @@ ENDS: dict[str, Callable[[], object]] = {
     "loop": loop,
     "loop 3 s": lambda: loop(3),
     "finally": in_finally,
-    "slow finally": in_slow_finally,
     "sleep": lambda: time.sleep(ENDLESS_S),
     "lock": in_a_lock,
     "collective": in_collective,
@@ -277,7 +265,6 @@ async def train_async() -> None:
 def main() -> None:
     if "handler" in SETTINGS:
         signal.signal(signal.SIGTERM, handler(SETTINGS["handler"]))
-    before = signal.getsignal(signal.SIGTERM)
     if SETTINGS.get("group") or {"collective", "together"} & set(SETTINGS.get("ends", {}).values()):
         import torch.distributed as dist
 
@@ -291,8 +278,6 @@ def main() -> None:
             train(**SETTINGS["then"])
     finally:
         note(f"held {rank()} {len(os.listdir('/proc/self/fd'))} {threading.active_count()}")
-    note(f"restored {signal.getsignal(signal.SIGTERM) is before}")
-    note(f"threads {[thread.name for thread in threading.enumerate() if 'flyteplugins' in thread.name]}")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,7 @@ def train() -> Any:
         pool.apply(log_in_a_child, (rank,))
     own = wandb.init(project="tests", id=f"own-{rank}", reinit="create_new")
     own.log({"inside": rank})
-    if os.environ["WANDB_MODE"] == "online":
-        log_gradients(run, rank)
+    log_gradients(run, rank)
     wandb.finish()
     run.finish()
     run.log({"after_finish": rank})

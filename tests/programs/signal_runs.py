@@ -58,15 +58,15 @@ def ignored() -> None:
     train()
 
 
-def core_first(rows: str, signals_rank: str) -> None:
-    """wandb-core is ended before the rank, as by DeepSpeed's launcher. Without a signal, the function returns."""
+def core_first() -> None:
+    """wandb-core is ended before the rank, as by DeepSpeed's launcher."""
 
     @tracking_init(project="tests", id="ours")
     def train() -> None:
         import wandb
 
         run = get_run()
-        for x in range(int(rows)):
+        for x in range(200):
             run.log({"x": x})
         run.config.update({"a": 1, "nested": {"b": 2}})
         run.config["c"] = 3
@@ -79,15 +79,15 @@ def core_first(rows: str, signals_rank: str) -> None:
         core = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
         core.terminate()
         core.wait()
-        if signals_rank == "True":
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(PATIENCE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE_S)
 
     train()
 
 
-def left_behind(where: str) -> None:
-    """The process ends while a decorated function still runs."""
+def left_behind() -> None:
+    """The process ends while a decorated function still runs, in a thread."""
+    begun = threading.Event()
 
     @tracking_init(project="tests", id="ours")
     def train() -> None:
@@ -96,23 +96,8 @@ def left_behind(where: str) -> None:
             begun.set()
             time.sleep(0.01)
 
-    @tracking_init(project="tests", id="ours")
-    async def train_async() -> None:
-        for x in range(1_000_000):
-            get_run().log({"x": x})
-            begun.set()
-            await asyncio.sleep(0.01)
-
-    begun = threading.Event()
-    if where == "thread":
-        threading.Thread(target=train, daemon=True).start()
-        assert begun.wait(PATIENCE_S)
-    else:
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(train_async())
-        while not begun.is_set():
-            loop.run_until_complete(asyncio.sleep(0.05))
-        print(task.done())
+    threading.Thread(target=train, daemon=True).start()
+    assert begun.wait(PATIENCE_S)
 
 
 def interrupted_async() -> None:
@@ -158,25 +143,6 @@ def fork_race() -> None:
     train()
 
 
-def fetched_log(which: str) -> None:
-    """`wandb.log`, or the run's method in a variable ("hoisted"), is called before the signal and after it."""
-    import wandb
-
-    flag = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: flag.set())
-
-    @tracking_init(project="tests")
-    def train() -> None:
-        hoisted = get_run().log
-        for n in range(500):
-            wandb.log({"n": n}) if which == "wandb.log" else hoisted({"n": n})
-            if n == 100:
-                os.kill(os.getpid(), signal.SIGTERM)
-        assert flag.wait(PATIENCE_S)
-
-    train()
-
-
 def with_a_thread() -> None:
     """A thread would go on for longer than a test waits."""
 
@@ -189,29 +155,20 @@ def with_a_thread() -> None:
     train()
 
 
-def asyncio_handler(place: str) -> None:
-    """The loop's handler is set "before" the function or "inside" it."""
-
-    def install(told: asyncio.Event) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+def asyncio_handler() -> None:
+    """The loop's handler is set inside the function."""
 
     @tracking_init(project="tests")
-    async def train(told: asyncio.Event) -> None:
-        if place == "inside":
-            install(told)
+    async def train() -> None:
+        told = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
         await asyncio.sleep(0.2)
         get_run().log({"x": 1})
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(told.wait(), PATIENCE_S)
         get_run().log({"x": 2})
 
-    async def main() -> None:
-        told = asyncio.Event()
-        if place == "before":
-            install(told)
-        await train(told)
-
-    asyncio.run(main())
+    asyncio.run(train())
 
 
 def many_runs() -> None:
@@ -232,58 +189,27 @@ def many_runs() -> None:
     print(before == held() or (before, held()))
 
 
-def data_loader() -> None:
-    """Batches come from the forked workers of a DataLoader, twice."""
-    from torch.utils.data import DataLoader, Dataset
-
-    parent = os.getpid()
-
-    class Squares(Dataset[int]):
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index: int) -> int:
-            assert get_run() is None
-            assert os.getpid() != parent
-            return index * index
-
-    @tracking_init(project="tests")
-    def train() -> None:
-        for _ in range(2):
-            for batch in DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
-                get_run().log({"sum": int(batch.sum())})
-
-    train()
-
-
-def loader(workers: str, context: str, is_persistent: str, raising_rank: str = "") -> None:
-    """Batches come from a DataLoader until a signal ends it, or a rank raises when rank 0 has logged.
-
-    Writes `ready-RANK` after some.
-    """
+def loader(is_persistent: str) -> None:
+    """Batches come from a DataLoader until a signal ends it. Writes `ready-0` after some."""
     from torch.utils.data import DataLoader
 
     data = DataLoader(
         range(64),  # type: ignore[arg-type]
         batch_size=4,
-        num_workers=int(workers),
+        num_workers=4,
         persistent_workers=is_persistent == "True",
-        multiprocessing_context=context,
+        multiprocessing_context="fork",
     )
 
     @tracking_init(project="tests")
     def train() -> None:
-        info, batches = get_distributed_info(), 0
-        rank = info.rank if info else 0
+        batches = 0
         while True:
             for _ in data:
                 batches += 1
-                if run := get_run():
-                    run.log({"n": batches})
+                get_run().log({"n": batches})
                 if batches == 20:
-                    Path(f"ready-{rank}").touch()
-                if str(rank) == raising_rank and Path("ready-0").exists():
-                    raise ValueError("made to fail")
+                    Path("ready-0").touch()
 
     train()
 
@@ -308,41 +234,29 @@ def opening(settings: str) -> None:
     train()
 
 
-def survived(case: str) -> None:
-    """The function goes on after the signal, and another follows.
-
-    `case` is what happens after it: "log"; "handler logs", and the function then; "summary" is written; or "nested":
-    the signal comes in a nested function.
-    """
+def survived() -> None:
+    """A signal comes in a nested function. Both go on, the handler logs, and another run follows."""
     import wandb
 
     handled = threading.Event()
 
     def handler(*_: object) -> None:
-        if case == "handler logs":
-            get_run().log({"n": 1})
+        get_run().log({"n": 1})
         handled.set()
-
-    def tell_to_end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert handled.wait(PATIENCE_S)
 
     @tracking_init(project="tests", id="inner", run_mode="new")
     def inner() -> None:
         get_run().log({"n": 0})
-        tell_to_end()
-        get_run().log({"n": 1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handled.wait(PATIENCE_S)
+        get_run().log({"n": 2})
 
     @tracking_init(project="tests", id="outer")
     def train() -> None:
         get_run().log({"n": 0})
-        inner() if case == "nested" else tell_to_end()
-        if case == "summary":
-            get_run().summary["best"] = 3
-        elif case == "log":
-            get_run().log({"n": 1})
-        else:
-            wandb.log({"n": 2 if case == "handler logs" else 1})
+        inner()
+        get_run().log({"n": 2})
+        wandb.log({"n": 3})
 
     @tracking_init(project="tests", id="evaluation")
     def evaluate() -> None:
@@ -412,11 +326,11 @@ def ready() -> None:
     Path("ready-0").write_text(str(os.getpid()))
 
 
-def handled_in_thread(installer: str) -> None:
-    """The user's handler is installed by the "loop" or by "signal"; the function logs once more after it."""
+def handled_in_thread() -> None:
+    """The user's handler is installed by the loop; the function logs once more after it."""
     told = threading.Event()
 
-    def handler(*_: object) -> None:
+    def handler() -> None:
         print("told")
         told.set()
 
@@ -429,10 +343,7 @@ def handled_in_thread(installer: str) -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        if installer == "loop":
-            loop.add_signal_handler(signal.SIGTERM, handler)
-        else:
-            signal.signal(signal.SIGTERM, handler)
+        loop.add_signal_handler(signal.SIGTERM, handler)
         await loop.run_in_executor(None, train)
 
     asyncio.run(main())
@@ -458,43 +369,19 @@ def stops_in_thread() -> None:
     asyncio.run(main())
 
 
-def exits_beside_thread() -> None:
-    """The handler unwinds the main thread, which takes a second, while a daemon thread logs on."""
-
-    @tracking_init(project="tests")
-    def train() -> None:
-        while True:
-            get_run().log({"row": 0})
-            ready()
-
-    async def main() -> None:
-        threading.Thread(target=train, daemon=True).start()
-        await asyncio.sleep(ENDLESS_S)
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-    try:
-        asyncio.run(main())
-    finally:
-        time.sleep(1)
-
-
-def two_threads(first_is: str) -> None:
-    """Two functions with a run each; at the signal, the first one has "returned" or is "running"."""
+def two_threads() -> None:
+    """Two functions with a run each, of which the first one has returned when the signal comes."""
     both = threading.Barrier(2)
 
     @tracking_init(project="tests", id="first")
     def first() -> None:
         get_run().log({"row": 0})
         both.wait(PATIENCE_S)
-        if first_is == "running":
-            time.sleep(ENDLESS_S)
 
     @tracking_init(project="tests", id="second")
     def second() -> None:
         get_run().log({"row": 0})
         both.wait(PATIENCE_S)
-        if first_is == "running":
-            ready()
         time.sleep(ENDLESS_S)
 
     async def main() -> None:
@@ -503,36 +390,6 @@ def two_threads(first_is: str) -> None:
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
         ready()
         await asyncio.wait(futures)
-
-    asyncio.run(main())
-
-
-def forks_in_thread() -> None:
-    """51 forked children are told to end; the first one tells first whether SIGTERM has its default there."""
-
-    def tell(seen: Queue[bool]) -> None:
-        seen.put(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
-        signal.pause()
-
-    @tracking_init(project="tests", id="forks")
-    def train() -> None:
-        fork = multiprocessing.get_context("fork")
-        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        seen = fork.Queue()
-        process = fork.Process(target=tell, args=(seen,))
-        process.start()
-        assert seen.get(timeout=PATIENCE_S)
-        for n in range(50):
-            process.terminate()
-            process.join(PATIENCE_S)
-            assert process.exitcode == -signal.SIGTERM, process.exitcode
-            get_run().log({"n": n})
-            process = fork.Process(target=signal.pause)
-            process.start()
-        process.terminate()
-
-    async def main() -> None:
-        await asyncio.get_running_loop().run_in_executor(None, train)
 
     asyncio.run(main())
 

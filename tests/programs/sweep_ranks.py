@@ -22,7 +22,7 @@ DIRECTORY = Path(os.environ["TRAIN_DIR"])
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@tracking_init(run_mode=os.environ.get("MODE", "auto"))
+@tracking_init()
 def train() -> None:
     run, x, rank = get_run(), get_sweep_parameters()["x"], os.environ["RANK"]
     seen = [x, run and run.id, get_sweep_id()]

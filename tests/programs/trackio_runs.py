@@ -45,7 +45,9 @@ def all_of_it():
         pickle.dumps(run)
     except TypeError as error:
         seen["pickled"] = str(error)
-    threading.Thread(target=lambda: get_run().log({"thread": 1})).start()
+    thread = threading.Thread(target=lambda: get_run().log({"thread": 1}))
+    thread.start()
+    thread.join()
     forked(run)
     seen["files"] = os.path.exists(os.path.join(os.environ["TRACKIO_DIR"], "p.db"))
 
@@ -87,8 +89,6 @@ def ending(name, error):
 all_of_it()
 again()
 ending("three", SystemExit(3))
-ending("zero", SystemExit(0))
-ending("raised", ValueError("made to fail"))
 ending("interrupted", KeyboardInterrupt())
 
 import trackio  # noqa: E402

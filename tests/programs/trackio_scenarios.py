@@ -32,19 +32,6 @@ def log(count: int) -> None:
         get_run().log({"a": number})
 
 
-@tracking_init(**TRACKING)
-def logs_until_killed() -> None:
-    """Logs a row each 10 ms. Notes each number that `log` has returned for in the file `logged`."""
-    number = 0
-    trackio.config["late"] = 1
-    with open("logged", "a", buffering=1) as logged:
-        while True:
-            get_run().log({"number": number})
-            logged.write(f"{number}\n")
-            number += 1
-            time.sleep(0.01)
-
-
 def goes_back() -> None:
     """Logs the steps 0 to 9, and in a second attempt 6 to 8."""
 
@@ -121,7 +108,6 @@ def tries_tokens() -> None:
 
 
 SCENARIOS: tuple[Callable[[], None], ...] = (
-    logs_until_killed,
     goes_back,
     fails_while_the_files_are_locked,
     joins_a_run,

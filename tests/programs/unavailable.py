@@ -22,11 +22,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    error = None
-    try:
-        tracking_init(**{"project": "tests", "id": "run0x", **SETTINGS["tracking"]})(train)()
-    except BaseException as raised:
-        error = raised
-    print("ENDED", type(error).__name__, flush=True)
-    if error is not None:
-        raise error
+    tracking_init(project="tests", id="run0x", **SETTINGS["tracking"])(train)()

@@ -1,8 +1,8 @@
 """A function that logs three rows and files, and ends; with W&B's client alone if `bare`. Argument: JSON.
 
 - files: which of `FILES` it logs.
-- ends: "return", "raise", "exit", or "later": "raise" as soon as there is a file `end`.
-- place: "main", "thread" (of a main thread that runs an asyncio loop) or "async".
+- ends: "return", "raise", or "later": "raise" as soon as there is a file `end`.
+- place: "main", or "thread" (of a main thread that runs an asyncio loop).
 - bare: whether W&B's client is used without the library.
 - The rest are arguments of `tracking_init`.
 """
@@ -65,8 +65,6 @@ def train(run: Any, files: list[str], ends: str) -> None:
         time.sleep(0.05)
     if ends in ("raise", "later"):
         raise ValueError("made to fail")
-    if ends == "exit":
-        sys.exit(3)
 
 
 def main(files: list[str], ends: str = "return", place: str = "main", bare: bool = False, **arguments: Any) -> None:
@@ -75,12 +73,6 @@ def main(files: list[str], ends: str = "return", place: str = "main", bare: bool
         files = files or ["artifact"]
     if bare:
         train(wandb.init(project="p", id="r"), files, ends)
-    elif place == "async":
-
-        async def train_async() -> None:
-            train(wandb.run, files, ends)
-
-        asyncio.run(tracked(train_async)())
     elif place == "thread":
         asyncio.run(in_thread(tracked(lambda: train(wandb.run, files, ends))))
     else:

@@ -55,25 +55,14 @@ def settings() -> None:
         train()
 
 
-def user_finishes(how: str) -> None:
+def user_finishes() -> None:
     """The function ends the run itself, logs on and fails."""
-
-    def with_run(run: Any) -> None:
-        with run:
-            pass
-
-    endings = {
-        "run.finish()": lambda run: run.finish(),
-        "wandb.finish()": lambda run: wandb.finish(),
-        "run.finish(exit_code=0)": lambda run: run.finish(exit_code=0),
-        "with run: pass": with_run,
-    }
 
     @tracking_init
     def train() -> None:
         run = get_run()
         run.log({"x": 1})
-        endings[how](run)
+        run.finish()
         assert wandb.run is run
         run.log({"x": 2})
         raise ValueError("made to fail")
@@ -299,10 +288,8 @@ def kill_core() -> None:
     core.wait()
 
 
-def loses_the_request_to_end(how: str) -> None:
-    """wandb-core does not read that it is to end: it has closed that connection, or it hangs."""
-    from wandb.sdk.lib.service.service_client import ServiceClient
-
+def loses_the_request_to_end() -> None:
+    """wandb-core does not read that it is to end: it hangs."""
     from flyteplugins_tracking.trackers.wandb import vendor
 
     @tracking_init(project="tests", id="ended")
@@ -313,22 +300,10 @@ def loses_the_request_to_end(how: str) -> None:
     core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
     Path("core").write_text(str(core.pid))
     vendor._ENDING_S = (1.0, 1.0)
-    publish = ServiceClient.publish
-    lost: list[Any] = []
-
-    async def losing_publish(client: Any, request: Any) -> None:
-        if lost or not request.HasField("inform_teardown"):
-            await publish(client, request)
-        else:
-            lost.append(request)
-
-    if how == "closed":
-        ServiceClient.publish = losing_publish
-    else:
-        os.kill(core.pid, signal.SIGSTOP)
-        threads = [int(task.name) for task in Path(f"/proc/{core.pid}/task").iterdir()]
-        while not {proc.state(thread) for thread in threads} <= {"T", ""}:  # one may have ended
-            time.sleep(0.01)
+    os.kill(core.pid, signal.SIGSTOP)
+    threads = [int(task.name) for task in Path(f"/proc/{core.pid}/task").iterdir()]
+    while not {proc.state(thread) for thread in threads} <= {"T", ""}:  # one may have ended
+        time.sleep(0.01)
 
 
 def loses_its_key() -> None:

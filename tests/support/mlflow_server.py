@@ -99,20 +99,16 @@ class MlflowServer:
             time.sleep(0.2)
 
     @contextlib.contextmanager
-    def mute(self, *, forgets: bool = False) -> Iterator[None]:
+    def mute(self) -> Iterator[None]:
         """Have the server take connections and answer nothing, in the block.
 
-        After it, it answers what it was asked meanwhile, also for clients that have ended; or `forgets` it.
+        After it, it answers what it was asked meanwhile, also for clients that have ended.
         """
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            if forgets:
-                self.__exit__()
-                self._start()
-            else:
-                os.killpg(self._process.pid, signal.SIGCONT)
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def runs(self, project: str) -> list[StoredRun]:
         """The runs of an experiment, by its name."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from support.waiting import wait_until
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._commands import send
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers import ending
+from flyteplugins_tracking.trackers import ending, kept
 from flyteplugins_tracking.trackers import outbox as outboxes
 from flyteplugins_tracking.trackers.journal import stored
 from flyteplugins_tracking.trackers.outbox import AwayError
@@ -198,6 +200,30 @@ def test_a_run_sends_what_its_own_earlier_attempts_have_left_alone(service):
         shutil.copy(path, LEFT)
     log(service, [9])
     assert (service.numbers, sorted(kept_in())) == ([0, 9], [1, 2])
+
+
+def test_a_runs_end_that_the_service_has_not_taken_is_left_to_who_sends_it(service, monkeypatch):
+    def fail(*_: object) -> None:
+        raise AwayError("it is away")
+
+    monkeypatch.setattr(kept.OutboxHandle, "end_run", fail)
+    log(service, [0, 1])
+    (left,) = stored(LEFT)
+    assert (service.numbers, [line["exit_code"] for line in left.lines()]) == ([0, 1], [0])
+
+
+def test_what_another_process_writes_is_left_to_it(service):
+    log(None, [0])
+    (journal,) = LEFT.iterdir()
+    code = "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-u", "-c", code, journal], **pipes) as writer:
+        writer.stdout.readline()
+        log(service, [9])
+        assert (service.numbers, kept_in()) == ([9], [0])
+        writer.communicate(b"\n")
+    log(service, [10])
+    assert (service.numbers, kept_in()) == ([9, 0, 10], [])
 
 
 def test_a_signal_handler_may_log_while_a_row_is_logged(service, monkeypatch):

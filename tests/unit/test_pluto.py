@@ -107,13 +107,14 @@ def test_rows_are_rejected_if_the_service_takes_others_and_else_it_is_away(sink,
     """The service has the same answer to what it cannot read and to its own troubles."""
     taken: list[int] = []
 
-    def takes(path: str, content: str) -> bool:
+    def post(path: str, content: str) -> SimpleNamespace:
         values = [json.loads(line)["data"]["a"] for line in content.splitlines()] if path == "/ingest/metrics" else []
         is_taken = not any(value in bad for value in values)
         taken.extend(values if is_taken else [])
-        return is_taken
+        return SimpleNamespace(status_code=200 if is_taken else 422, text="")
 
-    monkeypatch.setattr(sink, "_takes", takes)
+    monkeypatch.delattr(sink, "_takes")
+    monkeypatch.setattr(sink._service, "post", post)
     lines = [{"row": {"a": number}, "step": number, "time": 1.0, "id": "x"} for number in numbers]
     with pytest.raises(error):
         sink.send(lines, None)
