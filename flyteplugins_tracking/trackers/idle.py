@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,13 +26,18 @@ _STORE_TIMEOUT = timedelta(seconds=3)
 
 
 class _Idle(PerProcess):
-    """The functions without a run in this process, by tracker: their rank, its scope, and who has the run.
+    """The functions without a run in this process, by tracker.
 
-    It is (rank 7's info, "global", "rank 0") for example; and (None, "global", "") where tracking is switched off.
+    Attributes:
+        functions: How many run.
+        latest: The rank of the latest one, its scope, and who has the run: (rank 7's info, "global", "rank 0") for
+            example; (None, "global", "") where tracking is switched off.
+        told: The trackers whose lost rows are told.
     """
 
     def __init__(self) -> None:
-        self.functions = defaultdict[str, list[tuple[DistributedInfo | None, RankScope, str]]](list)
+        self.functions = Counter[str]()
+        self.latest: dict[str, tuple[DistributedInfo | None, RankScope, str]] = {}
         self.told = set[str]()
 
 
@@ -45,25 +50,25 @@ def keep_idle(tracker: str, config: TrackingConfig, info: DistributedInfo | None
     if info is not None:
         primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
         owner = f"{'local ' * (config.rank_scope == 'worker')}rank {primary}"
-    function = (info, config.rank_scope, owner)
-    _idle.functions[tracker].append(function)
+    _idle.latest[tracker] = (info, config.rank_scope, owner)
+    _idle.functions[tracker] += 1
     forget = when_loaded(tracker, lambda: join_clients_calls(tracker))
 
     def undo() -> None:
         forget()
-        _idle.functions[tracker].remove(function)
+        _idle.functions[tracker] -= 1
 
     return undo
 
 
 def is_idle(tracker: str) -> bool:
     """Whether a function of this process has no run with the tracker."""
-    return bool(_idle.functions[tracker])
+    return _idle.functions[tracker] > 0
 
 
 def tell_row(tracker: str, title: str) -> None:
     """Say once that a row is lost, since perhaps this is the rank that logs. The rank that has the run reads it too."""
-    info, scope, owner = (_idle.functions[tracker] or [(None, "global", "")])[-1]
+    info, scope, owner = _idle.latest.get(tracker, (None, "global", ""))  # none in a forked child
     if info is None or tracker in _idle.told:
         return
     _idle.told.add(tracker)
