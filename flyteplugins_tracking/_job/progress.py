@@ -49,6 +49,11 @@ def last_progress() -> float:
     return _last_s
 
 
+def has_logged() -> bool:
+    """Whether this rank has logged a row."""
+    return _rows > 0
+
+
 def steps() -> tuple[str, int]:
     """Return what counts as this rank's steps, and how many it has made.
 

@@ -232,7 +232,7 @@ class Call(PerProcess):
         elif self.opens_later and name in BUILT_IN:
             waiting.openers[name] = self._open_for_script
             self._around.callback(waiting.openers.pop, name, None)
-            self._around.callback(when_loaded(name, lambda: join_clients_calls(config)))
+            self._around.callback(when_loaded(name, lambda: join_clients_calls(name, config)))
         else:
             self._open_planned(parent_id)
 

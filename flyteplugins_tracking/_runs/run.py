@@ -34,6 +34,7 @@ from flyteplugins_tracking._util.fork import register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking.trackers.idle import rank_that_lost_rows
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._rank.info import DistributedInfo
@@ -125,6 +126,8 @@ class Run:
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)
+                if exit_code == 0:
+                    _warn_of_lost_rows(self)
                 if exit_code == 0 and self.run_file is not None and not self.was_stopped:
                     self.run_file.write(self.handle, has_ended=True)
             finally:
@@ -295,6 +298,18 @@ def _print_how_to_view(run: Run) -> None:
     command = run.handle.how_to_view()
     if command:
         print(f"{run.asked.tracker.name}: to look at run {run.handle.id}: {printable(command)}", file=sys.stderr)  # noqa: T201
+
+
+def _warn_of_lost_rows(run: Run) -> None:
+    """Say that another rank has logged to a run that does nothing, if this rank has not logged at all."""
+    asked, info = run.asked, run.info
+    has_logged = progress.has_logged() or asked.tracker.name == "mlflow"  # whose own functions log past the handle
+    if info is None or has_logged or not asked.world.is_real:
+        return
+    rank = rank_that_lost_rows(asked.tracker.name, info, asked.config.rank_scope)
+    if rank is not None:
+        text = "%s: run %s does not have the rows that rank %s has logged: pass primary_rank=%s to tracking_init"
+        logger.warning(text, asked.tracker.name, run.handle.id, rank, rank)
 
 
 def _persist(run: Run) -> None:

@@ -61,9 +61,9 @@ def open_waiting(tracker: str, arguments: Mapping[str, Any]) -> bool:
         return opener is not None
 
 
-def join_clients_calls(config: TrackingConfig) -> None:
+def join_clients_calls(tracker: str, config: TrackingConfig | None = None) -> None:
     """Have a client's own functions join the run, or open the waiting one. Called when the client is loaded."""
-    importlib.import_module(f"flyteplugins_tracking.trackers.{_JOINING[config.tracker]}").join_clients_calls(config)
+    importlib.import_module(f"flyteplugins_tracking.trackers.{_JOINING[tracker]}").join_clients_calls(config)
 
 
 def names_of_trackers() -> list[str]:

@@ -16,6 +16,7 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
+from flyteplugins_tracking.trackers.idle import keep_idle
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -94,7 +95,8 @@ class MlflowTracker(Tracker):
         is_of_node = config.rank_scope == "worker" or (info is not None and info.num_workers == 1)
         if info is not None and (is_of_node or config.primary_rank == info.worker_index == 0):
             vendor.await_first_run(config.options, config.init_timeout_s)
-        return vendor.without_autologging()
+        undo = [vendor.without_autologging(), keep_idle(self.name, config, info), vendor.remove_idle_runs]
+        return lambda: [step() for step in undo]
 
     def diagnose(self) -> Diagnosis:
         from flyteplugins_tracking.trackers.mlflow.diagnose import diagnose

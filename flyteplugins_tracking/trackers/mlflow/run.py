@@ -21,6 +21,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Run, join_calls, left_of_opening, prefix_of, warn_of_changes
 from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.idle import is_idle
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
@@ -467,16 +468,20 @@ def join_clients_calls(config: TrackingConfig | None = None) -> None:
 
 
 def _join(given: Mapping[str, Any]) -> Any:
-    """Return the run of the decorated function for a `mlflow.start_run`, if it is active: MLflow raises then."""
+    """Return the run of the decorated function for a `mlflow.start_run`, if it is active: MLflow raises then.
+
+    On a rank without a run, return one that does nothing. A call there with `run_id=` is MLflow's own.
+    """
     if not given.get("nested") and not vendor.active_runs():
         if "mlflow" in waiting.openers and given.get("run_id"):  # the script goes on in its run
             os.environ.setdefault(RUN_ID_VARIABLE, given["run_id"])
         given = left_of_opening("mlflow", given, _OPENING)
     run = next(reversed(vendor.active_runs()), None)
-    if not isinstance(run, Logging) or given.get("nested"):
-        return None
-    run._handle.join(given)
-    return run
+    if isinstance(run, Logging) and not given.get("nested"):
+        run._handle.join(given)
+        return run
+    does_nothing = is_idle("mlflow") and not isinstance(run, Logging) and not given.get("run_id")
+    return vendor.start_idle_run() if does_nothing else None
 
 
 def _keep_experiment(given: Mapping[str, Any]) -> Any:

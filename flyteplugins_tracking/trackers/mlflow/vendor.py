@@ -13,10 +13,11 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.modules import replace_function, when_loaded
+from flyteplugins_tracking._util.modules import loaded, replace_function, when_loaded
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while, wait_until
 from flyteplugins_tracking.trackers import outbox
+from flyteplugins_tracking.trackers.idle import is_idle, tell_row
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 T = TypeVar("T")
@@ -435,6 +436,48 @@ def replace_set_tracking_uri(replacement: Callable[[Callable[..., None]], Callab
     original: Callable[..., None] = mlflow.set_tracking_uri
     replace_function(original, replacement(original))
     return original
+
+
+# The id of the run that does nothing, on a rank without one.
+_IDLE = "no-run"
+
+
+@functools.lru_cache(maxsize=1)
+def _idle_run() -> Any:
+    """Return the run that does nothing, and have the client leave out the calls for it."""
+    from mlflow import ActiveRun, MlflowClient
+    from mlflow.entities import Run, RunData, RunInfo
+
+    of_info = {"experiment_id": "0", "user_id": "", "status": "RUNNING", "start_time": 0, "end_time": None}
+    run = ActiveRun(Run(RunInfo(_IDLE, **of_info, lifecycle_stage="active"), RunData()))
+
+    def without_idle(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _IDLE not in (*args[:1], kwargs.get("run_id")):
+                return method(self, *args, **kwargs)
+            if method.__name__.startswith("log_"):
+                tell_row("mlflow", "MLflow")
+            return run if method.__name__ == "get_run" else None
+
+        return call
+
+    for name, method in inspect.getmembers(MlflowClient, inspect.isfunction):
+        if list(inspect.signature(method).parameters)[1:2] == ["run_id"]:
+            setattr(MlflowClient, name, without_idle(method))
+    return run
+
+
+def start_idle_run() -> Any:
+    """Make the run that does nothing the active one, as `mlflow.start_run` does, and return it."""
+    active_runs().append(_idle_run())
+    return _idle_run()
+
+
+def remove_idle_runs() -> None:
+    """Take that run off the stack at the end of the function."""
+    if loaded("mlflow") is not None and not is_idle("mlflow"):
+        active_runs()[:] = [run for run in active_runs() if run.info.run_id != _IDLE]
 
 
 # Autologging.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_no_password, check_text
 from flyteplugins_tracking._util.record import replace
@@ -17,6 +18,7 @@ from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
+from flyteplugins_tracking.trackers.idle import keep_idle
 
 # The parameters of pluto.init that the decorator does not take by name, and that do not choose a run. A test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
@@ -81,6 +83,9 @@ class PlutoTracker(Tracker):
         if isinstance(run, Run) or run.id is None:
             return None  # the run is in local files, or nowhere
         return {"id": run.run_id, "project": run.settings.project}
+
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:
+        return keep_idle(self.name, config, info)
 
     def diagnose(self) -> Diagnosis:
         servers = {name: _variable(f"URL_{name}") for name in ("APP", "API", "INGEST", "PY")}

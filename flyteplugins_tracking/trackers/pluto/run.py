@@ -14,6 +14,7 @@ from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Status, join_calls, left_of_opening, prefix_of, status_of
+from flyteplugins_tracking.trackers.idle import IdleRun, is_idle
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError
@@ -170,7 +171,14 @@ def join_clients_calls(_: object = None) -> None:
 def _join(given: Mapping[str, Any]) -> Any:
     """Return the run of the decorated function for a `pluto.init`; None if this process has none."""
     given = left_of_opening("pluto", given, _OPENING)
-    return _open.handles[-1].join(given) if _open.handles else None
+    if _open.handles or not is_idle("pluto"):
+        return _open.handles[-1].join(given) if _open.handles else None
+    import pluto
+
+    values = {"id": None, "resumed": False, "settings": pluto.Settings(), "config": dict(given.get("config") or {})}
+    run = IdleRun("pluto", "Pluto", **values)
+    pluto.log, pluto.alert, pluto.watch = run.log, run.alert, run.watch
+    return run
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

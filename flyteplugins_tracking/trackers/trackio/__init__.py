@@ -7,17 +7,19 @@ has no status of runs: the run's config has it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, check_directory, find_key, server
+from flyteplugins_tracking.trackers.idle import keep_idle
 
 # The keys of the run's config that hold its status. The user's config must not have them.
 STATUS, EXIT_CODE = "status", "exit_code"
@@ -83,6 +85,9 @@ class TrackioTracker(Tracker):
         if not isinstance(getattr(run, "url", None), str):
             return None  # a task in another pod has other files
         return {"id": run.id, "name": run.name, "project": run.project, "server_url": run.url}
+
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:
+        return keep_idle(self.name, config, info)
 
     def diagnose(self) -> Diagnosis:
         url, folder = os.environ.get("TRACKIO_SERVER_URL"), default_directory()

@@ -13,20 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import Page, primary_rank_of
+from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice, check_no_password
-from flyteplugins_tracking._util.modules import loaded, when_loaded
+from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
+from flyteplugins_tracking.trackers.idle import is_idle, keep_idle
 from flyteplugins_tracking.trackers.wandb.names import (
     HOST,
     app,
     check_characters,
     check_host,
     forced_run_id,
-    inactive,
     quoted,
 )
 
@@ -135,20 +135,16 @@ class WandbTracker(Tracker):
         return passed_on(run)
 
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:
-        rank, owner = 0, ""
-        if info is not None:
-            primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
-            rank, owner = info.rank, f"{'local ' * (config.rank_scope == 'worker')}rank {primary}"
-        inactive.ranks.append((rank, owner))
-        forget = when_loaded("wandb", lambda: _inner().join_clients_calls())
+        undo = keep_idle(self.name, config, info)
 
-        def undo() -> None:
-            forget()
-            inactive.ranks.remove((rank, owner))
-            if not inactive.ranks and loaded("wandb") is not None:
-                _inner().remove_without_effect()
+        def undo_and_remove() -> None:
+            undo()
+            if not is_idle(self.name) and loaded("wandb") is not None:
+                from flyteplugins_tracking.trackers.wandb.inner import remove_without_effect
 
-        return undo
+                remove_without_effect()
+
+        return undo_and_remove
 
     def diagnose(self) -> Diagnosis:
         from flyteplugins_tracking.trackers.wandb.diagnose import diagnose
@@ -159,12 +155,6 @@ class WandbTracker(Tracker):
         from flyteplugins_tracking.trackers.wandb.open import open_run
 
         return open_run(request)
-
-
-def _inner() -> Any:
-    from flyteplugins_tracking.trackers.wandb import inner
-
-    return inner
 
 
 TRACKER = WandbTracker()

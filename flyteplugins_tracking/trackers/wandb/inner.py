@@ -13,21 +13,17 @@ own, on each rank.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flyteplugins_tracking._rank.children import variables_at_birth
-from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import client
+from flyteplugins_tracking.trackers.idle import is_idle, tell_row
 from flyteplugins_tracking.trackers.registry import open_waiting, waiting
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
-from flyteplugins_tracking.trackers.wandb.names import forced_run_id, inactive
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
-
-logger = logging.getLogger(__name__)
-_warn_once = WarnOnce(logger)
 
 _CONFIG = ("config", "config_exclude_keys", "config_include_keys")
 _DESCRIBING = (*_CONFIG, "name", "notes", "tags")
@@ -58,7 +54,7 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     run, is_another = _latest_run(), _asks_for_another(given)
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.pid != os.getpid():
-        is_off = inactive.ranks and not is_another and (run is None or run.disabled)
+        is_off = is_idle("wandb") and not is_another and (run is None or run.disabled)
         return _without_effect(given) if is_off else None
     if _is_for_trial(handle):
         return None
@@ -135,22 +131,16 @@ def _asks_for_another(given: Mapping[str, Any]) -> bool:
 
 
 def _without_effect(given: Mapping[str, Any]) -> Any:
-    """Return a run that does nothing. Its first row is told: it is lost, and perhaps this is the rank that logs."""
-    run, (rank, owner) = vendor.init(**{**given, "mode": "disabled"}), inactive.ranks[-1]
+    """Return a run that does nothing. Its first row is told."""
+    run = vendor.init(**{**given, "mode": "disabled"})
     log = run.log
 
     def tell(*arguments: Any, **options: Any) -> Any:
-        text = (
-            "W&B: rank %d logs to a run that does nothing, and what it logs is lost: %s has the run. To log from this "
-            "rank, pass primary_rank=%d to tracking_init (--primary-rank of the command); for a run of each rank, "
-            "run_mode='new', or reinit='create_new' to wandb.init"
-        )
-        _warn_once("rank", text, rank, owner, rank)
+        tell_row("wandb", "W&B")
         return log(*arguments, **options)
 
-    if owner:
-        run.log = tell
-        vendor.set_global_run(run)
+    run.log = tell
+    vendor.set_global_run(run)
     return run
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from flyteplugins_tracking._util.checks import check_no_password
-from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import environment
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
@@ -20,19 +19,6 @@ _NOT_IN_AN_ID = "/\\#?%:"
 _APP = "https://wandb.ai"
 # The pages of W&B's own services, by the addresses of the servers that clients talk to.
 _APPS = {"https://api.wandb.ai": _APP, "https://api.forge.coreweave.com": "https://forge.coreweave.com/wandb"}
-
-
-class _Inactive(PerProcess):
-    """The ranks without a run whose functions run in this process, each with who has it.
-
-    It is (7, "rank 0") for rank 7; (0, "") where tracking is switched off.
-    """
-
-    def __init__(self) -> None:
-        self.ranks: list[tuple[int, str]] = []
-
-
-inactive = register(_Inactive())
 
 
 def forced_run_id() -> str | None:
