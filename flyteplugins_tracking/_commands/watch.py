@@ -322,7 +322,7 @@ def _end_process(number: int, _: object) -> None:
 
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
-    return datastore.description(directory) is not None and any(True for _ in wandb_files.Attempt.at(directory).rows())
+    return datastore.description(directory) is not None and wandb_files.Attempt.at(directory).first is not None
 
 
 def _name_of(directory: Path) -> str:

@@ -95,6 +95,16 @@ def handle_of(run) -> WandbHandle:
     return WandbHandle(run, None, request_of())
 
 
+def rows_since(attempt: Attempt, step: int) -> list[Any]:
+    """The rows that are read to send those from a step on, but for one before it."""
+    records = attempts.Reading(attempt, step).records()
+    return [row for kind, row, _ in records if kind == "history" and row.step >= step]
+
+
+def records_in(file: Path) -> list[bytes]:
+    return [data for _, data in datastore.records_from(file, 0)]
+
+
 def ended(directory: Path) -> StoredRun:
     """The run in a directory, once wandb-core has written its end."""
     (file,) = directory.glob("*.wandb")
@@ -187,17 +197,17 @@ def test_what_is_set_in_a_run_is_kept_without_what_later_rows_replace(run):
     del run.summary["nested"]["a"]
     made.keep_end(0)
     made.close()
-    assert not Attempt.at(directory).has_late_settings()
+    assert not Attempt.at(directory).kept.has_late_settings
     with made.alone(run):
         run.config.update({"late": 2})
     made.close()
     found = Attempt.at(directory)
-    *others, (_, summary, _) = found.settings
+    *others, (_, summary, _) = found.kept.settings
     assert [kind for kind, _, _ in others] == ["config", "metric", "config"]
     values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in summary}
     assert "n" not in values
     assert values["best"] == 3
-    assert found.has_late_settings()
+    assert found.kept.has_late_settings
     assert run.config["late"] == 2
     handle.finish(0)
 
@@ -228,9 +238,11 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
     kept = list(Attempt.at(directory).rows())
     assert [row.step for row in kept] == [0, 1, 9, 12]
     assert [sorted(row.values) for row in kept[1:3]] == [["_timestamp", "a", "b"]] * 2
-    assert list(Attempt.at(directory).rows(9)) == kept[2:] or math.isnan(kept[2].values["b"])
+    assert rows_since(Attempt.at(directory), 9) == kept[2:] or math.isnan(kept[2].values["b"])
     ended(directory)
-    in_file = list(datastore.rows(directory))
+    (file,) = directory.glob("*.wandb")
+    records = map(vendor.parse_record, records_in(file))
+    in_file = [datastore.row_of(record) for kind, record in records if kind == "history"]
     assert [(row.step, row.time, str(row.values)) for row in kept] == [
         (row.step, row.time, str({key: row.values[key] for key in kept_row.values}))
         for row, kept_row in zip(in_file, kept, strict=True)
@@ -242,7 +254,7 @@ def test_rows_below_the_first_step_are_not_parsed(tmp_path):
     for number in range(100):
         journal.add(outbox.record_of(serialized({"n": 1}) if number >= 95 else b"{", number))
     journal.close()
-    assert [row.step for row in Attempt.at(tmp_path).rows(95)] == [95, 96, 97, 98, 99]
+    assert [row.step for row in rows_since(Attempt.at(tmp_path), 95)] == [95, 96, 97, 98, 99]
 
 
 def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has(run):
@@ -258,7 +270,7 @@ def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has
     rows = [({"n": number, "_timestamp": 1.7e9 + number}, None) for number in (0, 2, 4, 7, 8)]
     journal_in(directory, Place.of(run), rows, "rows-1", step=None)
     attempt = Attempt.at(directory)
-    assert [(row.step, row.values["n"]) for row in attempt.rows(4)] == [(4, 4), (5, 5), (6, 7), (7, 8)]
+    assert [(row.step, row.values["n"]) for row in rows_since(attempt, 4)] == [(4, 4), (5, 5), (6, 7), (7, 8)]
 
 
 def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlier, tmp_path):
@@ -392,14 +404,14 @@ def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
         checksum = zlib.crc32(bytes([datastore._FULL]) + payload)
         data += datastore._FRAGMENT.pack(checksum, len(payload), datastore._FULL) + payload
     path.write_bytes(data)
-    assert list(datastore.records(path)) == payloads
+    assert records_in(path) == payloads
     caplog.clear()
     data[datastore._HEADER + 30] ^= 1
     path.write_bytes(data)
-    assert list(datastore.records(path)) == payloads[1:]
+    assert records_in(path) == payloads[1:]
     data[datastore._HEADER + 5] ^= 1  # the length
     path.write_bytes(data)
-    kept = list(datastore.records(path))
+    kept = records_in(path)
     assert kept == payloads[-len(kept) :]
     assert len(kept) > 100
 

@@ -20,6 +20,7 @@ import shlex
 import shutil
 import tempfile
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -132,6 +133,7 @@ class Sender:
         place: Place,
         found: vendor.Stored | None,
         later: LaterEnd | None = None,
+        left: Iterable[Attempt] = (),
         *,
         is_shared: bool = False,
         is_whole: bool = False,
@@ -143,6 +145,7 @@ class Sender:
             place: Where it is.
             found: What W&B had of it before it was opened; None for nothing.
             later: How a later attempt has left it.
+            left: The attempts, if they are read already.
             is_shared: Whether it is open in W&B's shared mode.
             is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
         """
@@ -152,6 +155,7 @@ class Sender:
         self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
         self._is_shared, self._is_defined, self._has_said = is_shared, False, False
         self._later, self._reads = later, dict[Path, _Read]()
+        self._left = {one.directory: one for one in left}
         self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
         self._media: list[Path] = []
         self._columns: set[str] = set()  # those of rows
@@ -171,15 +175,17 @@ class Sender:
         """
         primary = [path for path in directories if not label_in(path)] or directories
         first = next((path for path in primary if datastore.description(path) is not None), primary[0])
-        described, attempt, label = datastore.description(first), Attempt.at(first), label_in(first)
+        left = [Attempt.at(path) for path in directories]
+        described, attempt, label = datastore.description(first), left[directories.index(first)], label_in(first)
         place, column, later = close.place if close else place_of(attempt, described), attempt.column, None
         of_id = attempts.directories_of(first.parent, place.run_id)
         vendor.drop_unusable_service()
         attempts.await_count(of_id, time.monotonic() + _COUNTED_S if close is None else close.limit.until)
         found = vendor.Reader(place).stored()
         if close is None:
-            require_unwritten(None if column else found, of_id)
-            later = LaterEnd.of(list(map(Attempt.at, directories)), found, column) if not label else None
+            others = (Attempt.at(path) for path in of_id if path not in directories)
+            require_unwritten(None if column else found, [*left, *others])
+            later = LaterEnd.of(left, found, column) if not label else None
         # Another writer ends the run, or a later attempt has: nobody would end it again.
         settings = _settings(None if label or later is not None else described, close)
         if column is not None:
@@ -189,7 +195,7 @@ class Sender:
         is_new = found is None or (attempt.is_offline and later is None)
         arguments = datastore.arguments_of(described) if described is not None and is_new and close is None else {}
         run = _open(place, arguments, first, settings)
-        made = cls(run, place, found, later, is_shared=column is not None, is_whole=close is None)
+        made = cls(run, place, found, later, left, is_shared=column is not None, is_whole=close is None)
         if close is not None:
             close.opened(run)
         return made
@@ -203,7 +209,7 @@ class Sender:
         """
         count = 0
         for directory in directories:
-            read = self._reads.get(directory) or self._begin(directory)
+            read = self._reads.get(directory) or self._begin(directory, is_written=is_written)
             if read.is_done:
                 continue
             is_last = directory == directories[-1] or read.column is not None
@@ -280,15 +286,15 @@ class Sender:
         except BaseException:
             self.let_go()
             raise
+        of_id = attempts.directories_of(directories[0].parent, self.place.run_id)
+        of_run = [path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0])]
         for attempt, size in zip(left, sizes, strict=True):
             attempt.mark_sent(size)
         if self._later is not None:
             self._later.path.unlink(missing_ok=True)
-        of_id = attempts.directories_of(directories[0].parent, self.place.run_id)
-        of_run = (path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0]))
         for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
             shutil.rmtree(folder, ignore_errors=True)
-        if (role := _role_in(left[-1].column)) != OWNER:
+        if (role := _role_in(self._reads[directories[-1]].column)) != OWNER:
             roles.end_again(self.place, role)
         files.require_sent(directories[-1], waits=close is None)
         return exit_code
@@ -329,12 +335,13 @@ class Sender:
 
     # Which rows W&B lacks
 
-    def _begin(self, directory: Path) -> _Read:
+    def _begin(self, directory: Path, *, is_written: bool = False) -> _Read:
         """Look which rows of an attempt W&B has."""
-        attempt, found = Attempt.at(directory), self._found
+        attempt, found = self._left.pop(directory, None) or Attempt.at(directory), self._found
         column, base = attempt.column, attempt.base
         is_part = base is not None and not self._is_whole
         read = _Read(column, base, Reading(attempt, self._next - (base or 0) if is_part and column is None else 0))
+        read.is_ended = not is_written
         self._reads[directory] = read
         opened = None if base is None else datastore.description(directory)
         read.described = opened and datastore.arguments_of(opened)
@@ -344,7 +351,7 @@ class Sender:
             return read
         if column is not None:
             read.known = self._arrived(attempt, column, found)
-        elif (first := next(attempt.rows(), None)) and self._others_have_taken(attempt, base, first, found):
+        elif (first := attempt.first) and self._others_have_taken(attempt, base, first, found):
             since = 0 if base is None else first.step + base
             read.known, read.base, read.reading = Counter(found.times(since)), None, Reading(attempt)
         return read
@@ -353,8 +360,9 @@ class Sender:
         """Whether another attempt has logged since this one was begun, or sent: then W&B's steps do not tell."""
         if found.last_at is None or base is None:
             return found.last_at is not None and found.last_at >= first.time
-        last = attempt.last_below(self._next - base)
-        return last is not None and found.last_at != last.time and found.time_at(last.step + base) != last.time
+        steps, times = attempt.marks
+        place = bisect_left(steps, self._next - base) - 1
+        return place >= 0 and found.last_at != times[place] and found.time_at(steps[place] + base) != times[place]
 
     def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Counter[float]:
         """Return the keys of the rows that W&B has, as far back as those of an attempt may be."""
@@ -467,7 +475,7 @@ class Sender:
 
     def _repeat(self, attempt: Attempt, *kinds: str) -> None:
         """Send what a process has set in the run, and kept in a journal: W&B may lack it, and its own file too."""
-        for kind, record, data in attempt.settings:
+        for kind, record, data in attempt.kept.settings:
             if kind == "summary" in kinds:
                 vendor.forward_summary(self._run, record)
             elif kind == "run" in kinds:
@@ -834,7 +842,8 @@ def _send_before(
     made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, found: vendor.Stored | None
 ) -> dict[str, Any]:
     directories, run_id = [one.directory for one in left], made.place.run_id
-    sender, files = Sender(run, made.place, found, is_shared=made.column is not None), Files(made.place, left)
+    sender = Sender(run, made.place, found, left=left, is_shared=made.column is not None)
+    files = Files(made.place, left)
     with made.paused():  # it is kept where it is
         while sender.send(directories):
             pass
@@ -966,7 +975,7 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
     if attempt.is_open():
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     is_known = described is not None or (attempt.journals and not attempt.is_offline)
-    if not is_known and not any(True for _ in attempt.rows()):
+    if not is_known and attempt.first is None:
         attempt.mark_sent(size)
         require_all_sent(directory)
         return f"{directory} has no rows: its process was killed while it opened the run"
@@ -1048,11 +1057,11 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
     is_ended = found is not None and found.state in STATES and found.state != "crashed"  # that is W&B's guess
     if found is None or not is_ended:
         return False
-    if any(attempts.is_unsent(one.directory) or one.has_late_settings() for one in left):
+    if any(attempts.is_unsent(one.directory) or one.kept.has_late_settings for one in left):
         return False
     directories, files = [one.directory for one in left], Files(place, left)
     files.ask(found, has_later=_is_later(found.last_at, left))
-    if files.can_be_sent or any(True for _ in Sender(None, place, found).lacking(directories)):
+    if files.can_be_sent or any(True for _ in Sender(None, place, found, left=left).lacking(directories)):
         return False
     files.send(None, is_tried=False)
     for one in left:
@@ -1078,22 +1087,21 @@ def _require_owner(directory: Path, run_id: str, together: Collection[Path]) -> 
     )
 
 
-def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Path]) -> None:
+def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Attempt]) -> None:
     """Refuse a run that a process elsewhere has open: one of both would overwrite the other's rows.
 
     A run that is "running", and whose last row is of an attempt on this disk, was killed here.
 
     Args:
         found: What W&B has of the run.
-        of_run: The directories of the run on this disk.
+        of_run: The attempts of the run on this disk.
 
     Raises:
         TrackerUnavailableError: A process elsewhere may have it open.
     """
     if found is None or found.state != "running" or found.last_at is None:
         return
-    here = (Attempt.at(path) for path in of_run if not attempts.may_be_written(path))
-    if not any(one.has_logged_at(found.last_at, found.last_step) for one in here):
+    if not any(found.last_at in one.marks[1] for one in of_run if not one.may_be_written()):
         raise TrackerUnavailableError(
             f"W&B shows run {found.run.id} as running, with rows that no ended process has logged here: what is sent "
             "now could take the place of rows. Send it when that process has ended: W&B shows a killed one as crashed "
