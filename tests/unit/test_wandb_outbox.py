@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.offline_wandb import open_run
 from support.users import NOBODY, needs_root
-from wandb.proto.wandb_internal_pb2 import PartialHistoryRequest
+from wandb.proto.wandb_internal_pb2 import PartialHistoryRequest, Record
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -274,11 +274,10 @@ def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has
 
 
 def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlier, tmp_path):
-    """Neither by a path that leaves the directory, nor by a link that another user has planted in it."""
+    """Neither by a path that leaves the directory, nor through a link in it."""
     (tmp_path / "id_rsa").write_text("key")
     (earlier / "id_rsa").write_text("key")
     media = earlier / "files" / "media"
-    (media / "planted").symlink_to(tmp_path / "id_rsa")
     (media / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
     (media / "odd[1].png").write_bytes(b"odd")
     names = [
@@ -286,11 +285,15 @@ def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlie
         str(tmp_path / "id_rsa"),
         "media/elsewhere/id_rsa",
         "media/gone.png",
-        "media/planted",
     ]
     image = {"_type": "image-file", "path": "media/image.png"}
-    values = {"image": image, "more": {"filenames": ["media/odd[1].png", *names]}, "text": "media/image.png"}
-    journal_in(earlier, Place.of(run), [(values, ROWS)], "rows-2", step=ROWS, first_step=ROWS)
+    saved = Record()
+    for name in [image["path"], "media/odd[1].png", *names]:
+        saved.files.files.add().path = name
+    journal = Journal(earlier, "rows-2", {"place": Place.of(run), "step": ROWS})
+    journal.add(outbox.record_of_setting(saved.SerializeToString()))
+    journal.add(outbox.record_of(serialized({"image": image}), ROWS))
+    journal.close()
     begun(run)
     run.finish()
     own = outbox.run_directory(run) / "files" / "media"

@@ -157,7 +157,6 @@ class Sender:
         self._later, self._reads = later, dict[Path, _Read]()
         self._left = {one.directory: one for one in left}
         self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
-        self._media: list[Path] = []
         self._columns: set[str] = set()  # those of rows
         self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
         self._set: Any = None  # the last record of a summary, which is not sent yet
@@ -345,8 +344,6 @@ class Sender:
         self._reads[directory] = read
         opened = None if base is None else datastore.description(directory)
         read.described = opened and datastore.arguments_of(opened)
-        of_run = self._media or attempts.directories_of(directory.parent, self.place.run_id)
-        self._media = list(dict.fromkeys([directory, *of_run]))
         if found is None:
             return read
         if column is not None:
@@ -425,9 +422,6 @@ class Sender:
         for row in rows:
             if not self._is_defined and RESTART_COUNT in row.values and metric in row.values:
                 self._is_defined = bool(self._kind.define_metric(run, "*", step_metric=metric))
-            for value in row.values.values():
-                if isinstance(value, (dict, list)):
-                    self._save_media(value)
             self._kind.log(run, dict(row.values), None if row.step < 0 else row.step, True)
             self.values.update(row.values)
             count += 1
@@ -438,22 +432,13 @@ class Sender:
         """Return how many rows of an attempt were sent."""
         return self._reads[directory].rows
 
-    def _save_media(self, value: Any) -> None:
-        """Have the files of a value, such as an image, be uploaded with this run."""
-        if isinstance(value, str):
-            for files in (path / "files" for path in self._media) if value.startswith("media/") else ():
-                source = own_file_in(files, value)
-                if source is not None and not source.is_symlink():  # the client has copied it there
-                    save_again(self._run, self._kind, files, value)
-                    return
-        elif isinstance(value, (dict, list)):
-            for part in value.values() if isinstance(value, dict) else value:
-                self._save_media(part)
-
     def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
         if kind == "run" and not label_in(read.reading.attempt.directory):
             self._describe(read, datastore.arguments_of(record))
+        elif kind == "files":
+            for name in (item.path for item in record.files if item.path.startswith("media/")):  # others at the end
+                save_again(self._run, self._kind, read.reading.attempt.directory / "files", name)
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
