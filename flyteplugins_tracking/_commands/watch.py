@@ -117,15 +117,6 @@ class WatchedRun:
         """Whether a thread acts on it."""
         return self.doing is not None and not self.doing.done()
 
-    def is_to_end(self) -> bool:
-        """Whether it is open and nobody else ends it, though its directories count as sent.
-
-        As a user's `wandb sync` has it: it sends what is there, and no end.
-        """
-        first = self.directories[0]
-        of_id = wandb_files.directories_of(first.parent, wandb_files.run_id_of(first))
-        return self.opened is not None and first in of_id and all(map(wandb_files.is_offline, of_id))
-
     def let_go(self) -> None:
         """Leave the run as it is: another process writes it, or its files are not here any more."""
         if self.opened is not None:
@@ -162,7 +153,7 @@ class WatchedRun:
         exit_code = None if run is None else run.finish(self.directories)
         # What was never open here; and in a run with several writers, what W&B lacks.
         left = [path for path in self.directories if not wandb_files.is_synced(path) or stored(path)]
-        texts = [sender.send(path, self.directories) for path in left]
+        texts = list(map(sender.send, left))
         return "\n".join(texts) if exit_code is None else f"has ended with exit code {exit_code}, and is sent"
 
     def _is_online(self) -> bool:
@@ -232,10 +223,6 @@ class Watcher:
                     found.setdefault((_name_of(path), wandb_files.project_of(path)), []).append(path)
                 else:
                     of_others.append(f"{_OF_OTHERS}: {how_to_send(str(path))}")
-        for key, run in self.runs.items():
-            with noting(self._away, run.directories[0]):
-                if key not in found and run.is_to_end():
-                    found[key] = run.directories
         in_order: dict[tuple[str, str], list[Path]] = {}
         for key, paths in found.items():
             with noting(self._away, paths[0]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import Counter
 
@@ -14,14 +13,12 @@ from flyteplugins_tracking import ConfigError, IdentityError, get_run, tracking_
 from flyteplugins_tracking._commands.watch import _name_of
 from flyteplugins_tracking._rank.info import iter_ranks
 from flyteplugins_tracking._rank.plan import RunPlan, plan
-from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.testing import simulate
 from flyteplugins_tracking.testing.simulation import recording
 from flyteplugins_tracking.trackers import Handle, Tracker
 from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb.attempts import in_order, label_in
-from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
 
 
 class OneWriter(Tracker):
@@ -118,19 +115,6 @@ def test_a_simulation_shows_a_role_beside_its_owner():
     assert "SystemExit: 3" in run.texts["roles/eval/failure"]
     simulated = simulate(train, 1, 2)
     assert len(simulated.runs) == 1
-
-
-def test_an_owner_that_logs_below_the_name_of_a_role_is_warned_once(caplog):
-    handle = object.__new__(SharedHandle)
-    handle._roles, handle._known = frozenset(["eval", "rollout-1"]), set()
-    handle.warn_once = WarnOnce(logging.getLogger(__name__))
-    for value in range(3):
-        handle._check_keys({"loss": value, "eval": value, "rollout-10/loss": value})
-    assert caplog.messages == []
-    for value in range(3):
-        handle._check_keys({"loss": value, f"eval/loss-{value}": value})
-    (warning,) = caplog.messages
-    assert "the owner of the run logs 'eval/loss-0', and its role 'eval' has keys below that name" in warning
 
 
 def test_rows_without_a_step_are_counted_from_the_given_ones():

@@ -22,7 +22,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -778,7 +778,9 @@ def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
         left = [one for one in attempts.attempts_of(parent, made.place) if _is_to_send(one, made, request)]
         left.sort(key=lambda one: one.is_offline)
         # Two processes may have one role, by mistake: only one of them sends what the role has left.
-        if left and (made.column is None or made.hold(_lock(parent, run_id, outbox.label_of(request), made.column))):
+        if left and made.column is not None:
+            made.lock = _lock(parent, run_id, outbox.label_of(request), made.column)
+        if left and (made.column is None or made.lock is not None):
             values = _send_before(made, left, run, _found(made, request, left))
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
@@ -896,7 +898,7 @@ def close_again(run: Any, exit_code: int, limit: EndLimit) -> bool:
     close = Close(made.place, limit)
 
     def send_all() -> None:
-        alone = nullcontext() if made.is_locked else _alone(Attempt.at(made.directory), run.id)
+        alone = nullcontext() if made.lock is not None else _alone(Attempt.at(made.directory), run.id)
         with alone, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
             _send_all([*made.earlier, made.directory], close)
 
@@ -942,12 +944,11 @@ def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender
 # The command
 
 
-def send(directory: Path, together: Collection[Path] = ()) -> str:
+def send(directory: Path) -> str:
     """Send a directory, with those of attempts of its run beside it that were online, whose rows come before its own.
 
     Args:
         directory: The directory.
-        together: The directories that are sent by the same command.
 
     Returns:
         What W&B has of it now, in words.
@@ -979,8 +980,6 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
         send(left[0].directory)
         left = [attempt]
     found = vendor.Reader(place).stored()
-    if found is None and attempt.column is not None:
-        _require_owner(directory, place.run_id, together)
     text = f"W&B has all of {directory}: run {place.run_id}"
     if not _has_all(place, left, found):
         with _alone(attempt, place.run_id):
@@ -1053,23 +1052,6 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
         one.mark_sent()
     files.require_sent(directories[-1])
     return True
-
-
-def _require_owner(directory: Path, run_id: str, together: Collection[Path]) -> None:
-    """Refuse what has joined a run that W&B does not have yet, unless its primary is sent by the same command.
-
-    Raises:
-        TrackerUnavailableError: It is so.
-    """
-    is_rank, label = attempts.is_rank(directory), label_in(directory)
-    of_run = [path for path in together if attempts.run_id_of(path) == run_id]
-    if not label or (is_rank and not all(map(label_in, of_run))):
-        return
-    part, other = ("this rank", "job's primary rank") if is_rank else (f"role {label!r}", "job with roles=[...]")
-    raise TrackerUnavailableError(
-        f"{directory} was not sent: W&B has no run {run_id}, which {part} has joined. Send the directory of the "
-        f"{other} first"
-    )
 
 
 def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Attempt]) -> None:
