@@ -34,6 +34,8 @@ from flyteplugins_tracking.trackers.wandb import datastore, sender, vendor
 
 # How many runs are sent at once that have ended, and how many are open at the most: each may wait for its service.
 _ENDED, _OPEN = 4, 256
+# After how long a run is opened again whose rows W&B has refused, in seconds.
+_AGAIN_S = 300.0
 # The errors of a directory that cannot be used, or of another user's file: they do not pass by themselves.
 _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
 # What is said of a directory that has rows of another tracker.
@@ -61,7 +63,7 @@ class WatchedRun:
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
         self.name, self.directories, self._watched = name, list[Path](), watched
-        self._taken = sender.Taken()
+        self._refusal, self._again_at = "", 0.0  # why W&B has not taken its rows, and when it is opened again
         self._seen: object = None
         self._sign_at = 0.0
 
@@ -132,20 +134,23 @@ class WatchedRun:
         if self._is_online():
             self.let_go()
         elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
+            if time.monotonic() < self._again_at:
+                raise TrackerUnavailableError(self._refusal)
             self.opened = sender.Sender.open(self.directories)
         if not self.is_written:
             return self._finish()
         if self.opened is not None:
             try:
                 self.opened.send(self.directories, is_written=True)
-                if self._taken.look(self.opened):
-                    self.let_go()
             except Exception as error:
                 if self.opened.is_lost(error):
                     self.opened = None
                 raise
-        if self._taken.is_stalled:
-            raise TrackerUnavailableError("W&B does not take the rows that it gets: the run is opened again")
+            if refusal := self.opened.refusal:
+                self._refusal = f"W&B does not take the rows that it gets: {refusal}. The run is opened again later"
+                self._again_at = time.monotonic() + _AGAIN_S
+                self.let_go()
+                raise TrackerUnavailableError(self._refusal)
         return ""
 
     def _finish(self) -> str:

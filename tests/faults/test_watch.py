@@ -215,11 +215,11 @@ def test_a_wandb_core_that_dies_is_replaced(tmp_path):
         assert here.state == "finished"
 
 
-STALLED_SOON = """
+REFUSED_SOON = """
 import sys
 from flyteplugins_tracking.__main__ import main
-from flyteplugins_tracking.trackers.wandb import sender
-sender._ASKED_S, sender._STALLED_S, sender.Taken._limit_s = 0.5, 5.0, 5.0
+from flyteplugins_tracking._commands import watch
+watch._AGAIN_S = 5.0
 sys.exit(main())
 """
 
@@ -229,7 +229,7 @@ def test_a_wandb_run_goes_on_when_wandb_has_refused_its_rows_for_a_moment(tmp_pa
     """wandb-core sends no row after a refusal, and says nothing."""
     with cluster(tmp_path, "wandb") as here:
         attempt = here.start_job()
-        watcher = here.start("--watch", "--interval", "0.5", "--until-done", program=("-c", STALLED_SOON))
+        watcher = here.start("--watch", "--interval", "0.5", "--until-done", program=("-c", REFUSED_SOON))
         here.wait_for_more_rows(watcher)
         with here.backend._server.failing(Fault.status(401, only="filestream")) as fault:
             here.backend._server.wait_for(lambda: fault.hits)

@@ -66,9 +66,6 @@ _CONFIRMED_S, _POLL_S = 30.0, 0.5
 _LET_GO_S, _CUT_S, _READ_S = 5.0, 1.0, 60.0
 # How often wandb-core may die before what it was sending is given up.
 _DEATHS = 2
-# How often W&B is asked which rows it has. If none of those that it lacks arrives meanwhile, the run is opened again:
-# the first time after the second time here. Then each time after twice as long, up to the third one.
-_ASKED_S, _STALLED_S, _LONGEST_STALLED_S = 15.0, 30.0, 600.0
 # After how long it is said that an end takes long, in seconds.
 _LONG_S = 30.0
 # What wandb-core says of a run whose id it has open: it opens each once, so one writer of a run is live at a time.
@@ -150,7 +147,7 @@ class Sender:
             is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
         """
         self.place, self.rows, self.values = place, 0, dict[str, Any]()
-        self._run, self._kind, self._found, self._is_whole = run, type(run), found, is_whole
+        self._run, self._found, self._is_whole = run, found, is_whole
         self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
         self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
         self._is_shared, self._is_defined, self._has_said = is_shared, False, False
@@ -240,18 +237,10 @@ class Sender:
         """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
         return isinstance(error, vendor.service_gone(self._run, error))
 
-    def count(self) -> tuple[int, bool]:
-        """Return how far W&B is with the run, and whether it lacks rows that it was handed.
-
-        Raises:
-            TrackerUnavailableError: It does not say.
-        """
-        found = self._reader.stored()
-        if self._is_shared:
-            count, wanted = (0 if found is None else found.rows), self._rows_before + self.rows
-        else:
-            count, wanted = (0 if found is None else found.last_step + 1), self._next
-        return count, count < wanted
+    @property
+    def refusal(self) -> str:
+        """Why W&B takes no rows any more: one refusal ends wandb-core's sending for good. Empty if it takes them."""
+        return vendor.refusal_of_rows(outbox.run_directory(self._run))
 
     def let_go(self) -> None:
         """Leave the run as it is: another process writes it, its files are not here any more, or it cannot be sent."""
@@ -317,8 +306,8 @@ class Sender:
         began = time.monotonic()
         code = exit_code or 0
         vendor.finish_while(lambda: self._waits(began), run, code, lambda: run.finish(exit_code=code))
-        if refusal := vendor.refusal_of_rows(outbox.run_directory(run)):
-            raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {refusal}")
+        if self.refusal:
+            raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {self.refusal}")
         self._require_arrived(left)
         return exit_code
 
@@ -421,8 +410,8 @@ class Sender:
         count, run, metric = 0, self._run, read.reading.attempt.header("step_metric")
         for row in rows:
             if not self._is_defined and RESTART_COUNT in row.values and metric in row.values:
-                self._is_defined = bool(self._kind.define_metric(run, "*", step_metric=metric))
-            self._kind.log(run, dict(row.values), None if row.step < 0 else row.step, True)
+                self._is_defined = bool(run.define_metric("*", step_metric=metric))
+            run.log(dict(row.values), None if row.step < 0 else row.step, True)
             self.values.update(row.values)
             count += 1
         read.rows += count
@@ -438,7 +427,7 @@ class Sender:
             self._describe(read, datastore.arguments_of(record))
         elif kind == "files":
             for name in (item.path for item in record.files if item.path.startswith("media/")):  # others at the end
-                save_again(self._run, self._kind, read.reading.attempt.directory / "files", name)
+                save_again(self._run, read.reading.attempt.directory / "files", name)
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
@@ -574,40 +563,6 @@ def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings:
         raise
 
 
-class Taken:
-    """Whether W&B takes what it is handed: one refusal ends wandb-core's sending for good, and it does not tell.
-
-    Attributes:
-        is_stalled: Whether it does not, since the last time that it did.
-    """
-
-    is_stalled = False
-    _rows: int | None = None
-    _ask_at = _since = 0.0
-    _limit_s = _STALLED_S
-
-    def look(self, run: Sender) -> bool:
-        """Ask W&B, now and then. Returns whether the run is to be opened again.
-
-        Raises:
-            TrackerUnavailableError: W&B does not say.
-        """
-        now = time.monotonic()
-        if not self.is_stalled and now < self._ask_at:
-            return False
-        before, self._rows = self._rows, None  # an outage is no refusal
-        self._rows, lacks = run.count()
-        self._ask_at = now + _ASKED_S
-        if not lacks or self._rows != before:
-            if not lacks or (before is not None and self._rows > before):
-                self.is_stalled, self._limit_s = False, _STALLED_S
-            self._since = now
-        if now < self._since + self._limit_s:
-            return False
-        self.is_stalled, self._since, self._limit_s = True, now, min(2 * self._limit_s, _LONGEST_STALLED_S)
-        return True
-
-
 class LaterEnd(NamedTuple):
     """How a later attempt has left a run that gets rows of an earlier one: it is left so again.
 
@@ -702,9 +657,8 @@ class Files:
             is_tried: Whether that is tried: otherwise, all count as lacking.
             waits: Whether to wait until W&B has the artifacts.
         """
-        kind = type(run)
         self._lacking += [
-            name for name, files in self._saved.items() if not (is_tried and save_again(run, kind, files, name))
+            name for name, files in self._saved.items() if not (is_tried and save_again(run, files, name))
         ]
         for one in self.artifacts:  # one after the other, as they were logged: the last one of a name is the latest
             sending = one.send(run) if is_tried and (waits or one.is_whole) else None
@@ -742,11 +696,11 @@ class Files:
         return names
 
 
-def save_again(run: Any, kind: Any, files: Path, name: str) -> bool:
+def save_again(run: Any, files: Path, name: str) -> bool:
     """Have a file that an attempt has saved be uploaded with this run. Returns False if this disk lacks it."""
     path = own_file_in(files, name)
     if path is not None:
-        kind.save(run, glob.escape(str(path)), base_path=str(files), policy="now")
+        run.save(glob.escape(str(path)), base_path=str(files), policy="now")
     return path is not None
 
 
