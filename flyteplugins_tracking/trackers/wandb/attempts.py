@@ -36,7 +36,7 @@ from flyteplugins_tracking._util.files import age_s, is_own_directory, is_own_fi
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
-from flyteplugins_tracking.trackers.journal import Entry, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 
@@ -341,16 +341,10 @@ def behind(keys: Sequence[float], known: Iterable[float]) -> int:
 
 def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     """Put the rows of a journal together from their parts. Rows with steps that the service has are left out."""
-    return _rows_in(filter(_is_row, journal.entries()), since)
-
-
-def _is_row(entry: Entry) -> bool:
-    return not entry.data.startswith((_JSON, ARTIFACT, RECORD))
-
-
-def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
     row: Row | None = None
-    for entry in entries:
+    for entry in journal.entries():
+        if entry.data.startswith((_JSON, ARTIFACT, RECORD)):
+            continue
         step_text, is_placed, data = entry.data.split(b" ", 2)
         if 0 <= (step := int(step_text)) < since:
             continue
@@ -456,14 +450,10 @@ def is_synced(directory: Path) -> bool:
     """Whether the file of this directory was sent, by `wandb sync` or row by row, and has not grown since."""
     file, marks = datastore.file_in(directory), list(filter(is_own_file, directory.glob(f"*{_SYNCED}")))
     return bool(marks) and not any(
-        file_size(directory) > int(size) if size.isdecimal() else file and _is_newer(file, path)
+        # `wandb sync` marks a file also while a process writes it.
+        file_size(directory) > int(size) if size.isdecimal() else file and file.stat().st_mtime > path.stat().st_mtime
         for path, size in ((path, own_text(path) or "") for path in marks)
     )
-
-
-def _is_newer(file: Path, mark: Path) -> bool:
-    """Whether a file was written since `wandb sync` has marked it, which it does also while a process writes it."""
-    return file.stat().st_mtime > mark.stat().st_mtime
 
 
 def mark_synced(directory: Path, size: int | None = None) -> None:

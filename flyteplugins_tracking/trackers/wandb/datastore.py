@@ -110,7 +110,7 @@ class Contents:
             self.files += [item.path for item in record.files]
         elif kind == "artifact":
             self.artifacts.append(record.SerializeToString())
-        elif kind == "exit":
+        elif kind == "exit" and self.exit_code is None:  # one that is cut gets another one
             self.exit_code = int(record.exit_code)
 
 
@@ -233,6 +233,9 @@ def row_of(record: Any) -> Row:
 
 def _step_and_time_of(record: Any) -> tuple[int, float]:
     """Return these of a row's record, without its other values."""
-    keys = ((".".join(item.nested_key) or item.key, item) for item in record.item)
-    own = {key: json.loads(vendor.json_of(item)) for key, item in keys if key in ("_step", "_timestamp")}
+    own = {}
+    for item in record.item:
+        key, *more = item.nested_key or [item.key]
+        if key in ("_step", "_timestamp") and not more:
+            own[key] = json.loads(vendor.json_of(item))
     return int(own.get("_step", record.step.num)), float(own.get("_timestamp", 0))
