@@ -134,7 +134,7 @@ class Found:
         runs = list(self._runs_below(path, {path.resolve()}, depth=0))
         wanted = [run for run in runs if has_unsent(run)]
         for run in wanted:
-            if not self._is_watched and wandb_files.may_be_written(run):
+            if not self._is_watched and wandb_files.Attempt.at(run).may_be_written():
                 self._written.append(run)
             else:
                 self.runs.setdefault(run.resolve(), run)

@@ -107,7 +107,7 @@ def _send(paths: Sequence[Path], failed: list[str]) -> Iterator[str]:
         try:
             if path in of_wandb:
                 require_unwatched(path)
-                yield sender.send(path, of_wandb)
+                yield sender.send(path)
             else:
                 yield send_directory(path)
         except Exception as error:  # it does not keep the others from being sent

@@ -34,6 +34,8 @@ from flyteplugins_tracking.trackers.wandb import datastore, sender, vendor
 
 # How many runs are sent at once that have ended, and how many are open at the most: each may wait for its service.
 _ENDED, _OPEN = 4, 256
+# After how long a run is opened again whose rows W&B has refused, in seconds.
+_AGAIN_S = 300.0
 # The errors of a directory that cannot be used, or of another user's file: they do not pass by themselves.
 _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
 # What is said of a directory that has rows of another tracker.
@@ -61,7 +63,7 @@ class WatchedRun:
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
         self.name, self.directories, self._watched = name, list[Path](), watched
-        self._taken = sender.Taken()
+        self._refusal, self._again_at = "", 0.0  # why W&B has not taken its rows, and when it is opened again
         self._seen: object = None
         self._sign_at = 0.0
 
@@ -117,15 +119,6 @@ class WatchedRun:
         """Whether a thread acts on it."""
         return self.doing is not None and not self.doing.done()
 
-    def is_to_end(self) -> bool:
-        """Whether it is open and nobody else ends it, though its directories count as sent.
-
-        As a user's `wandb sync` has it: it sends what is there, and no end.
-        """
-        first = self.directories[0]
-        of_id = wandb_files.directories_of(first.parent, wandb_files.run_id_of(first))
-        return self.opened is not None and first in of_id and all(map(wandb_files.is_offline, of_id))
-
     def let_go(self) -> None:
         """Leave the run as it is: another process writes it, or its files are not here any more."""
         if self.opened is not None:
@@ -141,20 +134,23 @@ class WatchedRun:
         if self._is_online():
             self.let_go()
         elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
+            if time.monotonic() < self._again_at:
+                raise TrackerUnavailableError(self._refusal)
             self.opened = sender.Sender.open(self.directories)
         if not self.is_written:
             return self._finish()
         if self.opened is not None:
             try:
                 self.opened.send(self.directories, is_written=True)
-                if self._taken.look(self.opened):
-                    self.let_go()
             except Exception as error:
                 if self.opened.is_lost(error):
                     self.opened = None
                 raise
-        if self._taken.is_stalled:
-            raise TrackerUnavailableError("W&B does not take the rows that it gets: the run is opened again")
+            if refusal := self.opened.refusal:
+                self._refusal = f"W&B does not take the rows that it gets: {refusal}. The run is opened again later"
+                self._again_at = time.monotonic() + _AGAIN_S
+                self.let_go()
+                raise TrackerUnavailableError(self._refusal)
         return ""
 
     def _finish(self) -> str:
@@ -162,7 +158,7 @@ class WatchedRun:
         exit_code = None if run is None else run.finish(self.directories)
         # What was never open here; and in a run with several writers, what W&B lacks.
         left = [path for path in self.directories if not wandb_files.is_synced(path) or stored(path)]
-        texts = [sender.send(path, self.directories) for path in left]
+        texts = list(map(sender.send, left))
         return "\n".join(texts) if exit_code is None else f"has ended with exit code {exit_code}, and is sent"
 
     def _is_online(self) -> bool:
@@ -232,10 +228,6 @@ class Watcher:
                     found.setdefault((_name_of(path), wandb_files.project_of(path)), []).append(path)
                 else:
                     of_others.append(f"{_OF_OTHERS}: {how_to_send(str(path))}")
-        for key, run in self.runs.items():
-            with noting(self._away, run.directories[0]):
-                if key not in found and run.is_to_end():
-                    found[key] = run.directories
         in_order: dict[tuple[str, str], list[Path]] = {}
         for key, paths in found.items():
             with noting(self._away, paths[0]):
@@ -322,7 +314,7 @@ def _end_process(number: int, _: object) -> None:
 
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
-    return datastore.description(directory) is not None and any(True for _ in wandb_files.Attempt.at(directory).rows())
+    return datastore.description(directory) is not None and wandb_files.Attempt.at(directory).first is not None
 
 
 def _name_of(directory: Path) -> str:

@@ -78,11 +78,10 @@ def test_rows_and_records_have_every_part(run, no_warning):
     assert (kept[1].HasField("step"), kept[1].action.flush) == (False, False)
     assert (run.starting_step, run.step, len(asked)) == (0, 3, 1)
     vendor.flush(run, 5)
-    file = next(Path(run.dir).parent.glob("*.wandb"))
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and b"run_id" not in file.read_bytes() and not list(datastore.records(file)):
+    directory, deadline = Path(run.dir).parent, time.monotonic() + 30
+    while time.monotonic() < deadline and datastore.description(directory) is None:
         time.sleep(0.1)
-    assert [record.run_id for kind, record in map(vendor.parse_record, datastore.records(file)) if kind == "run"]
+    assert datastore.description(directory).run_id
 
 
 @pytest.mark.parametrize("value", [1, 1.5, "text", True, None, {"a": [1]}])

@@ -21,7 +21,9 @@ import json
 import re
 import socket
 import time
+from array import array
 from binascii import a2b_base64
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from flyteplugins_tracking._util.files import age_s, is_own_directory, is_own_fi
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
-from flyteplugins_tracking.trackers.journal import Entry, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 
@@ -82,6 +84,23 @@ class Place(NamedTuple):
         return is_entity and self._replace(entity="") == other._replace(entity="")
 
 
+class Kept(NamedTuple):
+    """What journals have beside rows.
+
+    Attributes:
+        settings: The kinds, contents and bytes of the records that set something in the run; of the summary one, the
+            last.
+        artifacts: Artifacts, serialized.
+        exit_codes: The statuses with which the run was ended.
+        has_late_settings: Whether something was set in the run behind its end.
+    """
+
+    settings: list[tuple[str, Any, bytes]]
+    artifacts: list[bytes]
+    exit_codes: list[int]
+    has_late_settings: bool
+
+
 @dataclass
 class Attempt:
     """What an attempt of one writer has left in its directory: the journals of its process, and the run's file."""
@@ -105,6 +124,11 @@ class Attempt:
         """Whether a process has the run open."""
         return any(journal.is_open() for journal in self.journals)
 
+    def may_be_written(self) -> bool:
+        """Whether W&B's client alone, which keeps no journal, may still log to it: what it logs later would be lost."""
+        file = datastore.file_in(self.directory)
+        return file is not None and not self.journals and age_s(file) < _WRITTEN_S and self.exit_code is None
+
     # What it is
 
     @property
@@ -121,7 +145,7 @@ class Attempt:
     def column(self) -> str | None:
         """The column with the numbers of its rows; None if they have steps."""
         known: str | None = self.header("column")
-        if known is None and (first := datastore.first_row(self.directory)) is not None:
+        if known is None and (first := datastore.contents_of(self.directory, is_whole=False).first) is not None:
             known = next((key for key in first.values if key.startswith("roles/") and key.endswith("/row")), None)
         return known
 
@@ -133,24 +157,10 @@ class Attempt:
     @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
-        kept = (entry.data for one in self.journals for entry in one.entries() if entry.data.startswith(_JSON))
-        for end in (*(one.header for one in self.journals), *map(json.loads, kept)):
-            if "exit_code" in end:
-                return int(end["exit_code"])
-        return datastore.exit_code(self.directory)  # a copy may have a journal that its process has removed, cut off
-
-    @property
-    def last_at(self) -> float:
-        """When it has logged its last row, in seconds since the epoch; if it has none, when it was begun."""
-        times = [row.time for row in self.last_rows()]
-        return max(times) if times else start_of(self.directory)[0]
-
-    def last_rows(self) -> Iterator[Row]:
-        """Yield its last row, and perhaps some before it."""
-        yield from datastore.last_rows(self.directory)
-        for journal in self.journals:
-            *_, last = (None, *(entry for entry in journal.entries() if _is_row(entry)))
-            yield from () if last is None else _rows_in([last], 0)
+        in_headers = (one.header["exit_code"] for one in self.journals if "exit_code" in one.header)
+        for code in chain(in_headers, self.kept.exit_codes):
+            return int(code)
+        return self.contents.exit_code  # a copy may have a journal that its process has removed, cut off
 
     @property
     def base(self) -> int | None:
@@ -182,43 +192,80 @@ class Attempt:
 
     # What it has
 
-    def rows(self, since: int = 0) -> Iterator[Row]:
-        """Yield its rows from a step on, in their order."""
-        records = Reading(self, since).records()
-        return (row for kind, row, _ in records if kind == "history" and not 0 <= row.step < since)
+    @property
+    def contents(self) -> datastore.Contents:
+        """What W&B's file says."""
+        return datastore.contents_of(self.directory)
 
-    def last_below(self, step: int) -> Row | None:
-        """Return its last row below a step; None if there is none."""
-        last = None
-        for kind, row, _ in Reading(self, step, kept_since=0).records():
-            if kind == "history" and row.step >= step:
-                break
-            last = row if kind == "history" else last
-        return last
+    @functools.cached_property
+    def kept(self) -> Kept:
+        """What its journals have beside rows."""
+        settings, artifacts, exit_codes = list[tuple[str, Any, bytes]](), list[bytes](), list[int]()
+        summary: dict[tuple[str, ...], Any] = {}
+        is_late = has_late = False
+        for one in self._in_order():
+            is_late = is_late or "exit_code" in one.header
+            for entry in one.entries():
+                head, _, text = entry.data.partition(b" ")
+                if head.startswith(_JSON):
+                    exit_codes.append(json.loads(entry.data)["exit_code"])
+                    is_late = True
+                elif head == ARTIFACT:
+                    artifacts.append(a2b_base64(text))
+                elif head == RECORD:
+                    has_late = has_late or is_late
+                    kind, record = vendor.parse_record(data := a2b_base64(text))
+                    if kind == "summary":
+                        for gone in (tuple(item.nested_key) or (item.key,) for item in record.remove):
+                            summary = {key: item for key, item in summary.items() if key[: len(gone)] != gone}
+                        summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
+                    else:
+                        settings.append((kind, record, data))
+        return Kept([*settings, ("summary", list(summary.values()), b"")], artifacts, exit_codes, has_late)
 
-    def has_logged_at(self, at: float, last_step: int) -> bool:
-        """Whether it has a row of a time: that of the run's last step, unless others have logged since."""
-        last = None if self.base is None else self.last_below(last_step + 1 - self.base)
-        return (last is not None and last.time == at) or any(row.time == at for row in self.rows())
+    @property
+    def first(self) -> Row | None:
+        """Its first row; None if it has none."""
+        return datastore.contents_of(self.directory, is_whole=False).first or next(self._kept(0), None)
 
-    def kept_rows(self, last: Row | None, since: int = 0) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
+        """Yield its rows, in their order."""
+        return (row for kind, row, _ in Reading(self).records() if kind == "history")
+
+    @functools.cached_property
+    def marks(self) -> tuple[array[int], array[float]]:
+        """The steps and the times of its rows."""
+        steps, times = self.contents.steps[:], self.contents.times[:]
+        for row in self.kept_rows():
+            steps.append(row.step)
+            times.append(row.time)
+        return steps, times
+
+    @property
+    def last_at(self) -> float:
+        """When it has logged its last row, in seconds since the epoch; if it has none, when it was begun."""
+        return max(self.marks[1], default=start_of(self.directory)[0])
+
+    def kept_rows(self, since: int = 0) -> Iterator[Row]:
         """Yield the rows that only journals have, behind the last one that the file has.
 
         That row tells which these are, if the process knows the steps of its rows. If others log too, such as forked
         children and TensorBoard, or if the rows have numbers, the times of the file's rows tell.
         """
-        if last is None:
+        contents = self.contents
+        if not contents.steps:
             return self._kept(since)
+        last = (contents.steps[-1], contents.times[-1])
         steps = [step for one in self.journals if (step := one.header.get("step")) is not None]
         if len(steps) == len(self.journals):
-            if last.step < min(steps, default=0):  # behind the end of the run: what was before it has arrived
+            if last[0] < min(steps, default=0):  # behind the end of the run: what was before it has arrived
                 return self._kept(0)
-            kept = self._kept(last.step)
-            if (same := next(kept, None)) is not None and (same.step, same.time) == (last.step, last.time):
+            kept = self._kept(last[0])
+            if (same := next(kept, None)) is not None and (same.step, same.time) == last:
                 return kept
-        rows, known = list(self._kept(0)), [row.time for row in datastore.rows(self.directory)]
-        new = rows[behind([row.time for row in rows], known) :]
-        return (row._replace(step=last.step + 1 + place) for place, row in enumerate(new))
+        rows = list(self._kept(0))
+        new = rows[behind([row.time for row in rows], contents.times) :]
+        return (row._replace(step=last[0] + 1 + place) for place, row in enumerate(new))
 
     def _kept(self, since: int) -> Iterator[Row]:
         return chain.from_iterable(rows_of(journal, since) for journal in self._in_order())
@@ -226,46 +273,16 @@ class Attempt:
     def _in_order(self) -> list[StoredJournal]:
         return sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
 
-    @functools.cached_property
-    def settings(self) -> list[tuple[str, Any, bytes]]:
-        """The records in journals that set something in the run; of the summary one, the last."""
-        found: list[tuple[str, Any, bytes]] = []
-        summary: dict[tuple[str, ...], Any] = {}
-        kept = (entry.data.partition(b" ") for one in self._in_order() for entry in one.entries())
-        for data in (a2b_base64(text) for head, _, text in kept if head == RECORD):
-            kind, record = vendor.parse_record(data)
-            if kind != "summary":
-                found.append((kind, record, data))
-                continue
-            gone = [tuple(item.nested_key) or (item.key,) for item in record.remove]
-            summary = {path: one for path, one in summary.items() if not any(path[: len(it)] == it for it in gone)}
-            summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
-        return [*found, ("summary", list(summary.values()), b"")]
-
-    def has_late_settings(self) -> bool:
-        """Whether something was set in the run behind its end."""
-        is_late = False
-        for one in self._in_order():
-            is_late = is_late or "exit_code" in one.header
-            for entry in one.entries():
-                if is_late and entry.data.startswith(RECORD):
-                    return True
-                is_late = is_late or entry.data.startswith(_JSON)
-        return False
-
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that it has logged, and W&B may lack."""
-        kept = (entry.data.partition(b" ") for one in self.journals for entry in one.entries())
-        in_journals = (a2b_base64(data) for head, _, data in kept if head == ARTIFACT)
-        in_file = datastore.artifacts(self.directory) if is_unsent(self.directory) else ()
-        yield from map(vendor.KeptArtifact.of, chain(in_journals, in_file))
+        in_file = self.contents.artifacts if is_unsent(self.directory) else ()
+        yield from map(vendor.KeptArtifact.of, chain(self.kept.artifacts, in_file))
 
     def saved_files(self) -> dict[str, Path]:
         """Return where the files are that it has saved, by their names: also those of rows, such as images."""
         has_unsent = self.journals or is_unsent(self.directory)
-        in_journals = (item.path for kind, record, _ in self.settings if kind == "files" for item in record.files)
-        names = (*datastore.saved_files(self.directory), *in_journals)
-        return {name: self.directory / "files" for name in names if has_unsent}
+        in_journals = (item.path for kind, record, _ in self.kept.settings if kind == "files" for item in record.files)
+        return {name: self.directory / "files" for name in (*self.contents.files, *in_journals) if has_unsent}
 
     def mark_sent(self, size: int | None = None) -> None:
         """Note that W&B has everything. `size` is that of the file when it was read, if it may have grown since."""
@@ -273,6 +290,7 @@ class Attempt:
             journal.remove()
         if self.is_offline:
             mark_synced(self.directory, size)
+        datastore.forget(self.directory)
 
 
 class Reading:
@@ -282,13 +300,12 @@ class Reading:
         attempt: The attempt.
     """
 
-    def __init__(self, attempt: Attempt, since: int = 0, kept_since: int | None = None) -> None:
-        """Begin at its first row, or at one before the step `since`, if W&B's file has one; or else at `kept_since`."""
-        self._since = since if kept_since is None else kept_since
-        self.attempt, self._file = attempt, datastore.file_in(attempt.directory)
-        self._last: Row | None = None
+    def __init__(self, attempt: Attempt, since: int = 0) -> None:
+        """Begin at its first row, or at one before the step `since`."""
+        self.attempt, self._since, self._file = attempt, since, datastore.file_in(attempt.directory)
         self._kept = 0  # how many rows were read that only a journal has
-        self._position = 0 if self._file is None else datastore.position_before(self._file, since)
+        place = bisect_left(attempt.contents.steps, since) - 1 if since > 0 else -1
+        self._position = attempt.contents.positions[place] if place > 0 else 0
 
     def records(self, *, is_written: bool = False) -> Iterator[tuple[str, Any, bytes]]:
         """Yield the kind, the content and the bytes of each new record. A row has the kind "history".
@@ -299,11 +316,9 @@ class Reading:
         new = () if self._file is None else datastore.records_from(self._file, self._position, is_written=is_written)
         for self._position, data in new:
             kind, record = vendor.parse_record(data)
-            if kind == "history":
-                record = self._last = datastore.row_of(record)
-            yield kind, record, data
+            yield kind, datastore.row_of(record) if kind == "history" else record, data
         if not is_written:
-            for row in islice(self.attempt.kept_rows(self._last, self._since), self._kept, None):
+            for row in islice(self.attempt.kept_rows(self._since), self._kept, None):
                 self._kept += 1
                 yield "history", row, b""
 
@@ -326,16 +341,10 @@ def behind(keys: Sequence[float], known: Iterable[float]) -> int:
 
 def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     """Put the rows of a journal together from their parts. Rows with steps that the service has are left out."""
-    return _rows_in(filter(_is_row, journal.entries()), since)
-
-
-def _is_row(entry: Entry) -> bool:
-    return not entry.data.startswith((_JSON, ARTIFACT, RECORD))
-
-
-def _rows_in(entries: Iterable[Entry], since: int) -> Iterator[Row]:
     row: Row | None = None
-    for entry in entries:
+    for entry in journal.entries():
+        if entry.data.startswith((_JSON, ARTIFACT, RECORD)):
+            continue
         step_text, is_placed, data = entry.data.split(b" ", 2)
         if 0 <= (step := int(step_text)) < since:
             continue
@@ -368,8 +377,8 @@ def directories_of(parent: Path, run_id: str) -> list[Path]:
 def start_of(directory: Path) -> tuple[float, str]:
     """Return what sorts directories by their start. Their names have local times, which may be of several zones."""
     with contextlib.suppress(TrackerUnavailableError):  # it is damaged, or another user's
-        if (started_at := datastore.started_at(directory)) is not None:
-            return started_at, directory.name
+        if (described := datastore.description(directory)) is not None:
+            return described.start_time.ToMicroseconds() / 1e6, directory.name
     with contextlib.suppress(ValueError, OverflowError):  # of a process that was killed while it opened the run
         text = directory.name.partition("run-")[2].partition("-")[0]
         return datetime.strptime(text, "%Y%m%d_%H%M%S").astimezone().timestamp(), directory.name
@@ -424,13 +433,6 @@ def is_unsent(directory: Path) -> bool:
     return is_run_directory(directory) and is_offline(directory) and not is_synced(directory)
 
 
-def may_be_written(directory: Path) -> bool:
-    """Whether W&B's client alone, which keeps no journal, may still log to a run: what it logs later would be lost."""
-    attempt, file = Attempt.at(directory), datastore.file_in(directory)
-    is_new = file is not None and not attempt.journals and age_s(file) < _WRITTEN_S
-    return is_new and attempt.exit_code is None
-
-
 def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order in which they are sent: that of their start.
 
@@ -448,14 +450,10 @@ def is_synced(directory: Path) -> bool:
     """Whether the file of this directory was sent, by `wandb sync` or row by row, and has not grown since."""
     file, marks = datastore.file_in(directory), list(filter(is_own_file, directory.glob(f"*{_SYNCED}")))
     return bool(marks) and not any(
-        file_size(directory) > int(size) if size.isdecimal() else file and _is_newer(file, path)
+        # `wandb sync` marks a file also while a process writes it.
+        file_size(directory) > int(size) if size.isdecimal() else file and file.stat().st_mtime > path.stat().st_mtime
         for path, size in ((path, own_text(path) or "") for path in marks)
     )
-
-
-def _is_newer(file: Path, mark: Path) -> bool:
-    """Whether a file was written since `wandb sync` has marked it, which it does also while a process writes it."""
-    return file.stat().st_mtime > mark.stat().st_mtime
 
 
 def mark_synced(directory: Path, size: int | None = None) -> None:

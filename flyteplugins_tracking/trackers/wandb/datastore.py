@@ -11,11 +11,13 @@ import logging
 import os
 import struct
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.files import is_own_file, open_own
+from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.wandb import vendor
@@ -24,7 +26,9 @@ _warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _DAMAGED, _FULL, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3, 4
-_heads: dict[Path, tuple[Any, Row]] = {}
+# How much of a file is read for its head, in bytes, unless its first row is behind that.
+_HEAD = 1 << 18
+_known: dict[Path | None, Contents] = {}
 
 
 class Row(NamedTuple):
@@ -51,65 +55,74 @@ def file_in(directory: Path) -> Path | None:
     return next(filter(is_own_file, sorted(directory.glob("*.wandb"))), None)
 
 
-def rows(directory: Path) -> Iterator[Row]:
-    """Yield the rows of a directory's file. Behind the run's end, where `wandb sync` reads none, there may be more."""
+class Contents:
+    """What a run's `.wandb` file says, but for its rows' values. It is read once, and on as it grows.
+
+    Attributes:
+        described: The record with which the run was opened; None if its process was killed before it had written any.
+        first: Its first row; None if there is none.
+        steps: Those of its rows, in their order.
+        times: When these were logged.
+        positions: A position in the file before each of these.
+        files: The names of the files that were saved for the run, also of those of rows. They are below "files".
+        artifacts: Its artifacts, serialized.
+        exit_code: The status of the run's end, which wandb-core writes last, and not after a failure; None for none.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        """Begin. `file` is None if there is none."""
+        self.file, self._position, self._size = file, 0, 0
+        self._reading = register(OwnLock())
+        self.described: Any = None
+        self.first: Row | None = None
+        self.steps, self.times, self.positions = array("q"), array("d"), array("q")
+        self.files, self.artifacts = list[str](), list[bytes]()
+        self.exit_code: int | None = None
+
+    def read(self, *, is_whole: bool) -> Contents:
+        """Read what is new; or its head, with the description and the first row."""
+        with self._reading.lock:
+            size = 0 if self.file is None else self.file.stat().st_size
+            if self.file is None or size == self._size or (self._has_head and not is_whole):
+                return self
+            for end, data in records_from(self.file, self._position):
+                self._take(*vendor.parse_record(data))
+                self._position = end
+                if self._has_head and end > _HEAD and not is_whole:
+                    return self
+            self._size = size
+        return self
+
+    @property
+    def _has_head(self) -> bool:
+        return self.described is not None and self.first is not None
+
+    def _take(self, kind: str, record: Any) -> None:
+        if kind == "run" and self.described is None:
+            self.described = record
+        elif kind == "history":
+            self.first = self.first or row_of(record)
+            step, time = _step_and_time_of(record)
+            self.steps.append(step)
+            self.times.append(time)
+            self.positions.append(self._position)
+        elif kind == "files":
+            self.files += [item.path for item in record.files]
+        elif kind == "artifact":
+            self.artifacts.append(record.SerializeToString())
+        elif kind == "exit" and self.exit_code is None:  # one that is cut gets another one
+            self.exit_code = int(record.exit_code)
+
+
+def contents_of(directory: Path, *, is_whole: bool = True) -> Contents:
+    """Return what the file in a directory says; nothing if there is none."""
     file = file_in(directory)
-    for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
-        if kind == "history":
-            yield row_of(record)
-        if kind == "exit":
-            return
+    return _known.setdefault(file, Contents(file)).read(is_whole=is_whole)
 
 
-def last_rows(directory: Path) -> list[Row]:
-    """Return the rows near the end of a directory's file: none only if it has none."""
-    file = file_in(directory)
-    block, back = (0 if file is None else _last_block(file)), 1
-    while file is not None:
-        parsed = map(vendor.parse_record, records(file, block))
-        found = [row_of(record) for kind, record in parsed if kind == "history"]
-        if found or not block:
-            return found
-        block, back = max(0, block - back), 2 * back
-    return []
-
-
-def _last_block(file: Path) -> int:
-    """Return the last block but one."""
-    return max(0, file.stat().st_size // _BLOCK - 1)
-
-
-def position_before(file: Path, step: int) -> int:
-    """Return a place in a file from which on its rows are read that have this step, or a higher one; and one before."""
-    block, back = _last_block(file), 1
-    while step > 0 and block > 0:
-        parsed = map(vendor.parse_record, records(file, block))
-        first = next((record for kind, record in parsed if kind == "history"), None)
-        if first is not None and row_of(first).step < step:
-            return block * _BLOCK
-        block, back = block - back, 2 * back
-    return 0
-
-
-def saved_files(directory: Path) -> list[str]:
-    """Return the names of the files that were saved for the run, also of those of rows. They are below "files"."""
-    file = file_in(directory)
-    parsed = map(vendor.parse_record, records(file)) if file is not None else ()
-    return list(dict.fromkeys(item.path for kind, record in parsed if kind == "files" for item in record.files))
-
-
-def artifacts(directory: Path) -> Iterator[bytes]:
-    """Yield the artifacts of a run that was logged offline, serialized."""
-    file = file_in(directory)
-    parsed = map(vendor.parse_record, records(file)) if file is not None else ()
-    yield from (record.SerializeToString() for kind, record in parsed if kind == "artifact")
-
-
-def exit_code(directory: Path) -> int | None:
-    """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
-    file = file_in(directory)
-    parsed = map(vendor.parse_record, records(file, _last_block(file))) if file is not None else ()
-    return next((int(record.exit_code) for kind, record in parsed if kind == "exit"), None)
+def forget(directory: Path) -> None:
+    """Forget what the file in a directory says: it is sent."""
+    _known.pop(file_in(directory), None)
 
 
 def description(directory: Path) -> Any:
@@ -118,38 +131,13 @@ def description(directory: Path) -> Any:
     Raises:
         TrackerUnavailableError: It is damaged, or another user's.
     """
-    file = file_in(directory)
-    if file is None and any(directory.glob("*.wandb")):
+    head = contents_of(directory, is_whole=False)
+    if head.file is None and any(directory.glob("*.wandb")):
         text = f"{directory} was not sent: its .wandb file is not a file of this user"
         raise TrackerUnavailableError(text, is_outage=False)
-    described, first = (None, None) if file is None else _head(file)
-    if described is None and first is not None:
-        raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
-    return described
-
-
-def first_row(directory: Path) -> Row | None:
-    """Return the first row of a directory's file; None if there is none."""
-    file = file_in(directory)
-    return None if file is None else _head(file)[1]
-
-
-def _head(file: Path) -> tuple[Any, Row | None]:
-    """Return the record with which the run was opened, and the first row. What a file begins with stays as it is."""
-    described = first = None
-    for kind, record in map(vendor.parse_record, records(file)) if file not in _heads else ():
-        described = record if kind == "run" and described is None else described
-        first = row_of(record) if kind == "history" and first is None else first
-        if described is not None and first is not None:
-            _heads[file] = described, first
-            break
-    return _heads.get(file, (described, first))
-
-
-def started_at(directory: Path) -> float | None:
-    """Return when the run was opened, in seconds since the epoch; None if that is not known."""
-    described = description(directory)
-    return None if described is None else float(described.start_time.ToMicroseconds() / 1e6)
+    if head.described is None and head.first is not None:
+        raise TrackerUnavailableError(f"{head.file} is damaged: it has rows, and does not say which run they are of")
+    return head.described
 
 
 def arguments_of(record: Any) -> dict[str, Any]:
@@ -165,24 +153,18 @@ def arguments_of(record: Any) -> dict[str, Any]:
     }
 
 
-def records(path: Path, block: int = 0) -> Iterator[bytes]:
-    """Yield the records that begin at this block of 32 KiB or later.
-
-    A torn end, as a kill leaves it, is left out. So is a damaged record, with a warning.
-
-    Raises:
-        OSError: The file cannot be read, or is another user's.
-    """
-    yield from (record for _, record in records_from(path, block * _BLOCK))
-
-
 def records_from(path: Path, position: int, *, is_written: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the records from a position in the file on, each with the position behind it. One block is in memory.
 
+    A torn end, as a kill leaves it, is left out. So is a damaged record, with a warning.
+
     Args:
         path: The file.
-        position: 0, that of a block, or the last one that was yielded.
+        position: 0, or one that was yielded.
         is_written: Whether a process still writes: what looks damaged has not been written completely.
+
+    Raises:
+        OSError: The file cannot be read, or is another user's.
     """
     parts, is_begun = b"", False
     for end, kind, fragment in _fragments(path, max(_HEADER, position), is_written):
@@ -247,3 +229,13 @@ def row_of(record: Any) -> Row:
     step = values.pop("_step", None)
     values.pop("_runtime", None)  # wandb-core gives it
     return Row(record.step.num if step is None else int(step), values)
+
+
+def _step_and_time_of(record: Any) -> tuple[int, float]:
+    """Return these of a row's record, without its other values."""
+    own = {}
+    for item in record.item:
+        key, *more = item.nested_key or [item.key]
+        if key in ("_step", "_timestamp") and not more:
+            own[key] = json.loads(vendor.json_of(item))
+    return int(own.get("_step", record.step.num)), float(own.get("_timestamp", 0))

@@ -73,6 +73,8 @@ class WandbOutbox:
         unkept_rows: How many rows the journal lacks because of a full disk: what W&B has not got of them is lost.
         earlier: The directories of earlier attempts that this one has sent what they had left of, in their order.
         is_kept: Whether anything is kept.
+        lock: What keeps other processes from sending what earlier attempts have left, until the run has ended; None if
+            this process does not hold it.
         order: Held while a row gets its step and goes to wandb-core, and is kept. Reentrant: a signal handler may log.
     """
 
@@ -82,12 +84,12 @@ class WandbOutbox:
     unkept_rows = 0
     earlier: Sequence[Path] = ()
     is_kept = True
+    lock: RunLock | None = None
     _is_late = False  # whether something was kept alone
     _keeper: int | None = None  # the thread whose records come here alone
     _is_row_open = False  # whether what is logged next, without a step, is put into the last row
     _is_paused = False
     _part = 0  # how many journals there are, one behind the other
-    _lock: RunLock | None = None
 
     def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
         """Keep what is logged from now on.
@@ -124,16 +126,6 @@ class WandbOutbox:
         finally:
             self._is_paused = False
             self._journal.describe(step=self.next_step)
-
-    def hold(self, lock: RunLock | None) -> bool:
-        """Hold a lock until the run has ended. Returns whether there is one."""
-        self._lock = lock
-        return lock is not None
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether this process keeps others from sending what earlier attempts have left."""
-        return self._lock is not None
 
     def add_writer(self) -> None:
         """Note that wandb-core logs rows of TensorBoard too: the steps of this process's rows are not known then."""
@@ -226,8 +218,8 @@ class WandbOutbox:
         self.close()
         for directory in () if self._is_offline else (self.directory, *self.earlier):
             Attempt.at(directory).mark_sent()
-        if self._lock is not None:
-            self._lock.release()
+        if self.lock is not None:
+            self.lock.release()
 
 
 class NoOutbox(WandbOutbox):

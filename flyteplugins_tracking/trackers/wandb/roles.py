@@ -133,9 +133,6 @@ def check_roles(request: RunRequest, known: Any, found: Mapping[str, Any]) -> No
         raise roles_error(run, ", ".join(names) or "none named")
     if role is not None and not isinstance(found.get(role, {}), Mapping):
         raise ConfigError(f"{run} cannot be joined by role={role!r}: its config has this key. Use another name")
-    if role is not None and role not in names:
-        text = "%s: role %r is not one of its owner's roles=%s. It joins all the same"
-        logger.warning(text, run, role, names)
 
 
 def missing_run_error(request: RunRequest, place: str, refusal: str = "") -> TrackerUnavailableError:

@@ -20,8 +20,9 @@ import shlex
 import shutil
 import tempfile
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -65,9 +66,6 @@ _CONFIRMED_S, _POLL_S = 30.0, 0.5
 _LET_GO_S, _CUT_S, _READ_S = 5.0, 1.0, 60.0
 # How often wandb-core may die before what it was sending is given up.
 _DEATHS = 2
-# How often W&B is asked which rows it has. If none of those that it lacks arrives meanwhile, the run is opened again:
-# the first time after the second time here. Then each time after twice as long, up to the third one.
-_ASKED_S, _STALLED_S, _LONGEST_STALLED_S = 15.0, 30.0, 600.0
 # After how long it is said that an end takes long, in seconds.
 _LONG_S = 30.0
 # What wandb-core says of a run whose id it has open: it opens each once, so one writer of a run is live at a time.
@@ -132,6 +130,7 @@ class Sender:
         place: Place,
         found: vendor.Stored | None,
         later: LaterEnd | None = None,
+        left: Iterable[Attempt] = (),
         *,
         is_shared: bool = False,
         is_whole: bool = False,
@@ -143,17 +142,18 @@ class Sender:
             place: Where it is.
             found: What W&B had of it before it was opened; None for nothing.
             later: How a later attempt has left it.
+            left: The attempts, if they are read already.
             is_shared: Whether it is open in W&B's shared mode.
             is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
         """
         self.place, self.rows, self.values = place, 0, dict[str, Any]()
-        self._run, self._kind, self._found, self._is_whole = run, type(run), found, is_whole
+        self._run, self._found, self._is_whole = run, found, is_whole
         self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
         self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
         self._is_shared, self._is_defined, self._has_said = is_shared, False, False
         self._later, self._reads = later, dict[Path, _Read]()
+        self._left = {one.directory: one for one in left}
         self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
-        self._media: list[Path] = []
         self._columns: set[str] = set()  # those of rows
         self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
         self._set: Any = None  # the last record of a summary, which is not sent yet
@@ -171,15 +171,17 @@ class Sender:
         """
         primary = [path for path in directories if not label_in(path)] or directories
         first = next((path for path in primary if datastore.description(path) is not None), primary[0])
-        described, attempt, label = datastore.description(first), Attempt.at(first), label_in(first)
+        left = [Attempt.at(path) for path in directories]
+        described, attempt, label = datastore.description(first), left[directories.index(first)], label_in(first)
         place, column, later = close.place if close else place_of(attempt, described), attempt.column, None
         of_id = attempts.directories_of(first.parent, place.run_id)
         vendor.drop_unusable_service()
         attempts.await_count(of_id, time.monotonic() + _COUNTED_S if close is None else close.limit.until)
         found = vendor.Reader(place).stored()
         if close is None:
-            require_unwritten(None if column else found, of_id)
-            later = LaterEnd.of(list(map(Attempt.at, directories)), found, column) if not label else None
+            others = (Attempt.at(path) for path in of_id if path not in directories)
+            require_unwritten(None if column else found, [*left, *others])
+            later = LaterEnd.of(left, found, column) if not label else None
         # Another writer ends the run, or a later attempt has: nobody would end it again.
         settings = _settings(None if label or later is not None else described, close)
         if column is not None:
@@ -189,7 +191,7 @@ class Sender:
         is_new = found is None or (attempt.is_offline and later is None)
         arguments = datastore.arguments_of(described) if described is not None and is_new and close is None else {}
         run = _open(place, arguments, first, settings)
-        made = cls(run, place, found, later, is_shared=column is not None, is_whole=close is None)
+        made = cls(run, place, found, later, left, is_shared=column is not None, is_whole=close is None)
         if close is not None:
             close.opened(run)
         return made
@@ -203,7 +205,7 @@ class Sender:
         """
         count = 0
         for directory in directories:
-            read = self._reads.get(directory) or self._begin(directory)
+            read = self._reads.get(directory) or self._begin(directory, is_written=is_written)
             if read.is_done:
                 continue
             is_last = directory == directories[-1] or read.column is not None
@@ -235,18 +237,10 @@ class Sender:
         """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
         return isinstance(error, vendor.service_gone(self._run, error))
 
-    def count(self) -> tuple[int, bool]:
-        """Return how far W&B is with the run, and whether it lacks rows that it was handed.
-
-        Raises:
-            TrackerUnavailableError: It does not say.
-        """
-        found = self._reader.stored()
-        if self._is_shared:
-            count, wanted = (0 if found is None else found.rows), self._rows_before + self.rows
-        else:
-            count, wanted = (0 if found is None else found.last_step + 1), self._next
-        return count, count < wanted
+    @property
+    def refusal(self) -> str:
+        """Why W&B takes no rows any more: one refusal ends wandb-core's sending for good. Empty if it takes them."""
+        return vendor.refusal_of_rows(outbox.run_directory(self._run))
 
     def let_go(self) -> None:
         """Leave the run as it is: another process writes it, its files are not here any more, or it cannot be sent."""
@@ -280,15 +274,15 @@ class Sender:
         except BaseException:
             self.let_go()
             raise
+        of_id = attempts.directories_of(directories[0].parent, self.place.run_id)
+        of_run = [path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0])]
         for attempt, size in zip(left, sizes, strict=True):
             attempt.mark_sent(size)
         if self._later is not None:
             self._later.path.unlink(missing_ok=True)
-        of_id = attempts.directories_of(directories[0].parent, self.place.run_id)
-        of_run = (path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0]))
         for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
             shutil.rmtree(folder, ignore_errors=True)
-        if (role := _role_in(left[-1].column)) != OWNER:
+        if (role := _role_in(self._reads[directories[-1]].column)) != OWNER:
             roles.end_again(self.place, role)
         files.require_sent(directories[-1], waits=close is None)
         return exit_code
@@ -312,8 +306,8 @@ class Sender:
         began = time.monotonic()
         code = exit_code or 0
         vendor.finish_while(lambda: self._waits(began), run, code, lambda: run.finish(exit_code=code))
-        if refusal := vendor.refusal_of_rows(outbox.run_directory(run)):
-            raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {refusal}")
+        if self.refusal:
+            raise TrackerUnavailableError(f"W&B lacks rows of run {self.place.run_id}: {self.refusal}")
         self._require_arrived(left)
         return exit_code
 
@@ -329,22 +323,21 @@ class Sender:
 
     # Which rows W&B lacks
 
-    def _begin(self, directory: Path) -> _Read:
+    def _begin(self, directory: Path, *, is_written: bool = False) -> _Read:
         """Look which rows of an attempt W&B has."""
-        attempt, found = Attempt.at(directory), self._found
+        attempt, found = self._left.pop(directory, None) or Attempt.at(directory), self._found
         column, base = attempt.column, attempt.base
         is_part = base is not None and not self._is_whole
         read = _Read(column, base, Reading(attempt, self._next - (base or 0) if is_part and column is None else 0))
+        read.is_ended = not is_written
         self._reads[directory] = read
         opened = None if base is None else datastore.description(directory)
         read.described = opened and datastore.arguments_of(opened)
-        of_run = self._media or attempts.directories_of(directory.parent, self.place.run_id)
-        self._media = list(dict.fromkeys([directory, *of_run]))
         if found is None:
             return read
         if column is not None:
             read.known = self._arrived(attempt, column, found)
-        elif (first := next(attempt.rows(), None)) and self._others_have_taken(attempt, base, first, found):
+        elif (first := attempt.first) and self._others_have_taken(attempt, base, first, found):
             since = 0 if base is None else first.step + base
             read.known, read.base, read.reading = Counter(found.times(since)), None, Reading(attempt)
         return read
@@ -353,8 +346,9 @@ class Sender:
         """Whether another attempt has logged since this one was begun, or sent: then W&B's steps do not tell."""
         if found.last_at is None or base is None:
             return found.last_at is not None and found.last_at >= first.time
-        last = attempt.last_below(self._next - base)
-        return last is not None and found.last_at != last.time and found.time_at(last.step + base) != last.time
+        steps, times = attempt.marks
+        place = bisect_left(steps, self._next - base) - 1
+        return place >= 0 and found.last_at != times[place] and found.time_at(steps[place] + base) != times[place]
 
     def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Counter[float]:
         """Return the keys of the rows that W&B has, as far back as those of an attempt may be."""
@@ -416,11 +410,8 @@ class Sender:
         count, run, metric = 0, self._run, read.reading.attempt.header("step_metric")
         for row in rows:
             if not self._is_defined and RESTART_COUNT in row.values and metric in row.values:
-                self._is_defined = bool(self._kind.define_metric(run, "*", step_metric=metric))
-            for value in row.values.values():
-                if isinstance(value, (dict, list)):
-                    self._save_media(value)
-            self._kind.log(run, dict(row.values), None if row.step < 0 else row.step, True)
+                self._is_defined = bool(run.define_metric("*", step_metric=metric))
+            run.log(dict(row.values), None if row.step < 0 else row.step, True)
             self.values.update(row.values)
             count += 1
         read.rows += count
@@ -430,22 +421,13 @@ class Sender:
         """Return how many rows of an attempt were sent."""
         return self._reads[directory].rows
 
-    def _save_media(self, value: Any) -> None:
-        """Have the files of a value, such as an image, be uploaded with this run."""
-        if isinstance(value, str):
-            for files in (path / "files" for path in self._media) if value.startswith("media/") else ():
-                source = own_file_in(files, value)
-                if source is not None and not source.is_symlink():  # the client has copied it there
-                    save_again(self._run, self._kind, files, value)
-                    return
-        elif isinstance(value, (dict, list)):
-            for part in value.values() if isinstance(value, dict) else value:
-                self._save_media(part)
-
     def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
         if kind == "run" and not label_in(read.reading.attempt.directory):
             self._describe(read, datastore.arguments_of(record))
+        elif kind == "files":
+            for name in (item.path for item in record.files if item.path.startswith("media/")):  # others at the end
+                save_again(self._run, read.reading.attempt.directory / "files", name)
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
@@ -467,7 +449,7 @@ class Sender:
 
     def _repeat(self, attempt: Attempt, *kinds: str) -> None:
         """Send what a process has set in the run, and kept in a journal: W&B may lack it, and its own file too."""
-        for kind, record, data in attempt.settings:
+        for kind, record, data in attempt.kept.settings:
             if kind == "summary" in kinds:
                 vendor.forward_summary(self._run, record)
             elif kind == "run" in kinds:
@@ -581,40 +563,6 @@ def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings:
         raise
 
 
-class Taken:
-    """Whether W&B takes what it is handed: one refusal ends wandb-core's sending for good, and it does not tell.
-
-    Attributes:
-        is_stalled: Whether it does not, since the last time that it did.
-    """
-
-    is_stalled = False
-    _rows: int | None = None
-    _ask_at = _since = 0.0
-    _limit_s = _STALLED_S
-
-    def look(self, run: Sender) -> bool:
-        """Ask W&B, now and then. Returns whether the run is to be opened again.
-
-        Raises:
-            TrackerUnavailableError: W&B does not say.
-        """
-        now = time.monotonic()
-        if not self.is_stalled and now < self._ask_at:
-            return False
-        before, self._rows = self._rows, None  # an outage is no refusal
-        self._rows, lacks = run.count()
-        self._ask_at = now + _ASKED_S
-        if not lacks or self._rows != before:
-            if not lacks or (before is not None and self._rows > before):
-                self.is_stalled, self._limit_s = False, _STALLED_S
-            self._since = now
-        if now < self._since + self._limit_s:
-            return False
-        self.is_stalled, self._since, self._limit_s = True, now, min(2 * self._limit_s, _LONGEST_STALLED_S)
-        return True
-
-
 class LaterEnd(NamedTuple):
     """How a later attempt has left a run that gets rows of an earlier one: it is left so again.
 
@@ -709,9 +657,8 @@ class Files:
             is_tried: Whether that is tried: otherwise, all count as lacking.
             waits: Whether to wait until W&B has the artifacts.
         """
-        kind = type(run)
         self._lacking += [
-            name for name, files in self._saved.items() if not (is_tried and save_again(run, kind, files, name))
+            name for name, files in self._saved.items() if not (is_tried and save_again(run, files, name))
         ]
         for one in self.artifacts:  # one after the other, as they were logged: the last one of a name is the latest
             sending = one.send(run) if is_tried and (waits or one.is_whole) else None
@@ -749,11 +696,11 @@ class Files:
         return names
 
 
-def save_again(run: Any, kind: Any, files: Path, name: str) -> bool:
+def save_again(run: Any, files: Path, name: str) -> bool:
     """Have a file that an attempt has saved be uploaded with this run. Returns False if this disk lacks it."""
     path = own_file_in(files, name)
     if path is not None:
-        kind.save(run, glob.escape(str(path)), base_path=str(files), policy="now")
+        run.save(glob.escape(str(path)), base_path=str(files), policy="now")
     return path is not None
 
 
@@ -785,7 +732,9 @@ def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
         left = [one for one in attempts.attempts_of(parent, made.place) if _is_to_send(one, made, request)]
         left.sort(key=lambda one: one.is_offline)
         # Two processes may have one role, by mistake: only one of them sends what the role has left.
-        if left and (made.column is None or made.hold(_lock(parent, run_id, outbox.label_of(request), made.column))):
+        if left and made.column is not None:
+            made.lock = _lock(parent, run_id, outbox.label_of(request), made.column)
+        if left and (made.column is None or made.lock is not None):
             values = _send_before(made, left, run, _found(made, request, left))
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
@@ -834,7 +783,8 @@ def _send_before(
     made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, found: vendor.Stored | None
 ) -> dict[str, Any]:
     directories, run_id = [one.directory for one in left], made.place.run_id
-    sender, files = Sender(run, made.place, found, is_shared=made.column is not None), Files(made.place, left)
+    sender = Sender(run, made.place, found, left=left, is_shared=made.column is not None)
+    files = Files(made.place, left)
     with made.paused():  # it is kept where it is
         while sender.send(directories):
             pass
@@ -902,7 +852,7 @@ def close_again(run: Any, exit_code: int, limit: EndLimit) -> bool:
     close = Close(made.place, limit)
 
     def send_all() -> None:
-        alone = nullcontext() if made.is_locked else _alone(Attempt.at(made.directory), run.id)
+        alone = nullcontext() if made.lock is not None else _alone(Attempt.at(made.directory), run.id)
         with alone, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
             _send_all([*made.earlier, made.directory], close)
 
@@ -948,12 +898,11 @@ def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender
 # The command
 
 
-def send(directory: Path, together: Collection[Path] = ()) -> str:
+def send(directory: Path) -> str:
     """Send a directory, with those of attempts of its run beside it that were online, whose rows come before its own.
 
     Args:
         directory: The directory.
-        together: The directories that are sent by the same command.
 
     Returns:
         What W&B has of it now, in words.
@@ -966,7 +915,7 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
     if attempt.is_open():
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     is_known = described is not None or (attempt.journals and not attempt.is_offline)
-    if not is_known and not any(True for _ in attempt.rows()):
+    if not is_known and attempt.first is None:
         attempt.mark_sent(size)
         require_all_sent(directory)
         return f"{directory} has no rows: its process was killed while it opened the run"
@@ -985,8 +934,6 @@ def send(directory: Path, together: Collection[Path] = ()) -> str:
         send(left[0].directory)
         left = [attempt]
     found = vendor.Reader(place).stored()
-    if found is None and attempt.column is not None:
-        _require_owner(directory, place.run_id, together)
     text = f"W&B has all of {directory}: run {place.run_id}"
     if not _has_all(place, left, found):
         with _alone(attempt, place.run_id):
@@ -1048,11 +995,11 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
     is_ended = found is not None and found.state in STATES and found.state != "crashed"  # that is W&B's guess
     if found is None or not is_ended:
         return False
-    if any(attempts.is_unsent(one.directory) or one.has_late_settings() for one in left):
+    if any(attempts.is_unsent(one.directory) or one.kept.has_late_settings for one in left):
         return False
     directories, files = [one.directory for one in left], Files(place, left)
     files.ask(found, has_later=_is_later(found.last_at, left))
-    if files.can_be_sent or any(True for _ in Sender(None, place, found).lacking(directories)):
+    if files.can_be_sent or any(True for _ in Sender(None, place, found, left=left).lacking(directories)):
         return False
     files.send(None, is_tried=False)
     for one in left:
@@ -1061,39 +1008,21 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
     return True
 
 
-def _require_owner(directory: Path, run_id: str, together: Collection[Path]) -> None:
-    """Refuse what has joined a run that W&B does not have yet, unless its primary is sent by the same command.
-
-    Raises:
-        TrackerUnavailableError: It is so.
-    """
-    is_rank, label = attempts.is_rank(directory), label_in(directory)
-    of_run = [path for path in together if attempts.run_id_of(path) == run_id]
-    if not label or (is_rank and not all(map(label_in, of_run))):
-        return
-    part, other = ("this rank", "job's primary rank") if is_rank else (f"role {label!r}", "job with roles=[...]")
-    raise TrackerUnavailableError(
-        f"{directory} was not sent: W&B has no run {run_id}, which {part} has joined. Send the directory of the "
-        f"{other} first"
-    )
-
-
-def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Path]) -> None:
+def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Attempt]) -> None:
     """Refuse a run that a process elsewhere has open: one of both would overwrite the other's rows.
 
     A run that is "running", and whose last row is of an attempt on this disk, was killed here.
 
     Args:
         found: What W&B has of the run.
-        of_run: The directories of the run on this disk.
+        of_run: The attempts of the run on this disk.
 
     Raises:
         TrackerUnavailableError: A process elsewhere may have it open.
     """
     if found is None or found.state != "running" or found.last_at is None:
         return
-    here = (Attempt.at(path) for path in of_run if not attempts.may_be_written(path))
-    if not any(one.has_logged_at(found.last_at, found.last_step) for one in here):
+    if not any(found.last_at in one.marks[1] for one in of_run if not one.may_be_written()):
         raise TrackerUnavailableError(
             f"W&B shows run {found.run.id} as running, with rows that no ended process has logged here: what is sent "
             "now could take the place of rows. Send it when that process has ended: W&B shows a killed one as crashed "

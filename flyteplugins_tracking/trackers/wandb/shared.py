@@ -43,8 +43,6 @@ class SharedHandle(WandbHandle):
         self.prefix = prefix_of(request)
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
         self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
-        # The names below which the owner must not log, and the keys that were looked at.
-        self._roles, self._known = frozenset(() if self.prefix else request.config.roles or ()), set[str]()
         super().__init__(run, before, request, barrier)
         self._show_primarys_config()
         self._show_own_config()
@@ -64,19 +62,7 @@ class SharedHandle(WandbHandle):
             method(self.run, data, step, commit)
 
     def _log_row(self, row: dict[str, Any]) -> Any:
-        self._check_keys(row)
         super().log(self._numbered(row))
-
-    def _check_keys(self, row: Mapping[str, Any]) -> None:
-        """Warn about keys that were not logged before, if the owner of the run logs below the name of a role."""
-        if not self._roles or row.keys() <= self._known:
-            return
-        self._known.update(row)
-        for key in row:
-            role = str(key).partition("/")[0]
-            if role in self._roles and role != key:
-                text = "W&B: the owner of the run logs %r, and its role %r has keys below that name: rename one of them"
-                self.warn_once(role, text, key, role)
 
     def _log_own(self, row: Mapping[str, Any]) -> int:
         """Log a row of this library's, also while the run ends. Returns its number."""
