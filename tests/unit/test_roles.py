@@ -154,14 +154,14 @@ def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():
     assert all(int(float(number)) == number and number < 2**53 for number in taken)
 
 
-def test_the_primary_is_sent_behind_the_other_ranks_and_roles_behind_it(tmp_path):
+def test_the_other_ranks_are_sent_behind_the_primary_and_roles_behind_them(tmp_path):
     names = ["1-r", "2-r-rank-1", "3-r-rank-10", "4-r-eval", "5-r", "6-other"]
     directories = [tmp_path / f"offline-run-20260101_00000{name}" for name in names]
     for directory in directories:
         directory.mkdir()
         (directory / f"run-{'other' if 'other' in directory.name else 'r'}.wandb").touch()
     ordered = [path.name.partition("_00000")[2] for path in in_order(reversed(directories))]
-    assert ordered == ["2-r-rank-1", "3-r-rank-10", "1-r", "5-r", "6-other", "4-r-eval"]
+    assert ordered == ["1-r", "5-r", "6-other", "2-r-rank-1", "3-r-rank-10", "4-r-eval"]
 
 
 @pytest.mark.parametrize("run_id", ["r", "run"])

@@ -436,12 +436,12 @@ def is_unsent(directory: Path) -> bool:
 def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order in which they are sent: that of their start.
 
-    Those that were online come first: their rows have their steps at W&B already. Its primary, which ends the run,
-    follows the other ranks. Roles follow the owner, which has made the run.
+    Those that were online come first: their rows have their steps at W&B already. The other ranks follow the primary:
+    rows behind its own are then those of a later attempt, whose end stays. Roles follow the owner, which has made the run.
     """
 
     def place_of(directory: Path) -> tuple[bool, bool, bool, tuple[float, str]]:
-        return not is_rank(directory), not label_in(directory), is_offline(directory), start_of(directory)
+        return not is_rank(directory), bool(label_in(directory)), is_offline(directory), start_of(directory)
 
     return sorted(directories, key=place_of)
 
