@@ -297,6 +297,7 @@ def test_the_console_name_tags_summary_and_metadata_of_a_wandb_run_are_sent_whil
         assert (run.summary["set"], run.summary["row"]) == (1, {"min": 0})
 
 
+@pytest.mark.full
 @needs_root
 def test_what_does_not_pass_by_itself_ends_the_watcher_with_an_error(tmp_path):
     """No key where nobody can be asked for one, a key that is refused, and a file of another user."""

@@ -248,7 +248,7 @@ def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, nam
 @pytest.mark.parametrize(
     ("form", "name", "fault"),
     [
-        (under_run, "metrics_rank", "none"),
+        pytest.param(under_run, "metrics_rank", "none", marks=pytest.mark.full),
         pytest.param(moved, "metrics_rank", "none", marks=pytest.mark.wide),
         pytest.param(under_run, "last_rank_writer", "sigkill", marks=pytest.mark.full),
         pytest.param(under_run, "last_rank_writer", "sigterm", marks=pytest.mark.full),

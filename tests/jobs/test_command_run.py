@@ -222,9 +222,9 @@ pool.submit(later, 2)
 @pytest.mark.parametrize(
     ("end", "code", "status", "told"),
     [
+        ("sys.exit('a text')", 1, 1, "a text"),
         ("", 0, 0, ""),
         ("1 / 0", 1, 1, "ZeroDivisionError"),
-        ("sys.exit('a text')", 1, 1, "a text"),
         ("sys.exit(2**70)", 255, 255, ""),
         ("raise KeyboardInterrupt", -2, 130, "\nKeyboardInterrupt\n"),
     ],

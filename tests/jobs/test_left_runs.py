@@ -112,6 +112,7 @@ def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, b
         assert [row["train/global_step"] for row in losses] == [5 * place for place in range(10)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["online", pytest.param("offline", marks=pytest.mark.wide)])
 def test_the_summary_has_the_last_row_that_only_a_journal_has(tmp_path, mode):
     with WandbServer() as server:
@@ -157,6 +158,7 @@ def test_a_run_that_was_killed_before_its_first_row_is_ended(tmp_path, what):
         assert "nothing that is not sent yet" in send(tmp_path, server)
 
 
+@pytest.mark.full
 @pytest.mark.sampled_full(1)
 @pytest.mark.parametrize("shared", [[0], [1], [0, 1]])
 def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_path, shared):
@@ -181,6 +183,7 @@ def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_pat
         assert numbers(server.run("run")) == sorted(expected(0, *([1] if by == "next" else [])) * 2)
 
 
+@pytest.mark.full
 @pytest.mark.sampled_full(1)
 @pytest.mark.parametrize(("mode", "by"), DIAGONAL)
 def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by):
@@ -197,6 +200,7 @@ def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by)
             assert numbers(server.run("run")) == sorted(wanted), output
 
 
+@pytest.mark.full
 @pytest.mark.sampled_full(1)
 @pytest.mark.parametrize(("mode", "by"), DIAGONAL)
 def test_rows_of_one_time_are_all_sent(tmp_path, mode, by):
@@ -241,6 +245,7 @@ def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by
         assert len([name for name in run.files if name.startswith("media/html")]) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "by"), [("offline", "send"), pytest.param("online", "next", marks=pytest.mark.wide)])
 def test_a_file_that_is_saved_again_under_its_name_is_sent(tmp_path, mode, by):
     with WandbServer() as server:
@@ -263,6 +268,7 @@ def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
         assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [SHARED, pytest.param({}, marks=pytest.mark.wide)], ids=["shared", "auto"])
 def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
     with WandbServer() as server:
@@ -278,6 +284,7 @@ def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
         assert server.run("run").state == "finished"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [SHARED, pytest.param({}, marks=pytest.mark.wide)], ids=["shared", "auto"])
 def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
     with WandbServer() as server:
@@ -288,6 +295,7 @@ def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
         assert numbers(server.run("run")) == sorted(expected(0) * ranks_of(mode)), outputs
 
 
+@pytest.mark.full
 def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.status(403, only="filestream")):

@@ -336,7 +336,6 @@ def test_a_file_that_was_linked_leads_to_the_run(job: Job) -> None:
     assert points == Counter(("rank0", n) for n in range(3 * ROWS))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_a_copy_of_the_file_is_a_new_run_and_a_directory_that_was_moved_goes_on(job: Job) -> None:
     """A training that is branched off the checkpoints of another one, and one whose experiment got another name."""

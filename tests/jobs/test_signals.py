@@ -296,7 +296,6 @@ def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
     assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
 
 
-@pytest.mark.full
 def test_a_function_that_stops_by_itself_is_waited_for(tmp_path):
     with WandbServer() as server:
         done = ended_by_sigterm(start_script("stops_in_thread", tmp_path, server), tmp_path)

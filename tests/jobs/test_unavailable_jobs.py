@@ -19,7 +19,6 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 PROGRAM = jobs.PROGRAMS / "unavailable.py"
-SERVERS = {name: getattr(backends, name) for name in ("wandb", "mlflow", "pluto", "trackio")}
 
 
 @pytest.fixture(
@@ -29,7 +28,7 @@ def service(request, tmp_path):
     pytest.importorskip({"pluto": "wandb"}.get(request.param, request.param))
     if request.param == "pluto" and not (Path(sys.prefix) / "pluto").exists():
         pytest.skip("pluto-ml is not installed: make pluto")
-    with SERVERS[request.param](tmp_path) as backend:
+    with backends.BACKENDS[request.param](tmp_path) as backend:
         yield backend
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 
-from slurm.cluster import INSTALL, free_ports, missing_programs, start_cluster
+from slurm.cluster import INSTALL, missing_programs, start_cluster
 from slurm.test_slurm import Place
 
 pytest.importorskip("ray", reason="needs Ray: make test-engines")
@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def train_in_ray(place: Place, *arguments: str) -> None:
     """Run `ray_training.py` in a Ray of two nodes, which are the tasks of a step."""
-    (port,) = free_ports(1)
+    port = jobs.free_port()
     (place.directory / "node.sh").write_text(NODE.format(ray=Path(sys.executable).with_name("ray"), port=port))
     training = shlex.join([sys.executable, str(jobs.PROGRAMS / "ray_training.py"), *arguments])
     variables = {

@@ -437,7 +437,7 @@ def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order in which they are sent: that of their start.
 
     Those that were online come first: their rows have their steps at W&B already. The other ranks follow the primary:
-    rows behind its own are then those of a later attempt, whose end stays. Roles follow the owner, which has made the run.
+    rows behind its own are then those of a later attempt, whose end stays. Roles follow the owner, which makes the run.
     """
 
     def place_of(directory: Path) -> tuple[bool, bool, bool, tuple[float, str]]:
