@@ -94,8 +94,7 @@ def test_a_signal_bounds_an_end_that_uploads_and_all_is_sent_later(tmp_path, pla
             done = jobs.finish(process, tmp_path)
         assert f"{sent} has come, which leaves it 5 s (kill_after_s=10). Nothing is lost" in done.output
         assert ("To stop it at once, press Ctrl-C again" in done.output) == (sent == "Ctrl-C")
-        by_signal = -signal.SIGTERM if place == "thread" else 143
-        assert done.returncode == (by_signal if sent == "SIGTERM" else -signal.SIGINT)
+        assert done.returncode == (143 if sent == "SIGTERM" else -signal.SIGINT)
         assert_all_is_sent(server, tmp_path)
 
 
