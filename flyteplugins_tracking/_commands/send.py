@@ -116,7 +116,7 @@ def _send(paths: Sequence[Path], failed: list[str]) -> Iterator[str]:
 
 
 def send_directory(directory: Path) -> str:
-    """Send a run from its directory, and remove what is sent. Returns what was sent, in words.
+    """Send a run of MLflow, Pluto or Trackio from its directory, and remove what is sent. Returns that in words.
 
     Raises:
         TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.

@@ -46,7 +46,7 @@ _UNPUBLISHED = "download_logs=True: the files did not become an output of the ta
 
 @dataclass(eq=False)
 class Run:
-    """A run that this process has open. The call that has opened it and those that have joined it share it.
+    """A run that this process has open; the user's is `handle.run`. Its opener and those that have joined it share it.
 
     Attributes:
         asked: What the call that has opened it has asked for.

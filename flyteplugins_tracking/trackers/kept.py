@@ -1,4 +1,4 @@
-"""Runs whose lines go through an outbox, online too, so that what their service has not taken is kept on this disk.
+"""Runs of MLflow, Pluto and Trackio, whose lines go through an outbox, online too, which keeps them on this disk.
 
 If the service is away when a run is opened, and `if_unavailable="degrade"`, the outbox has no sink: the run is only
 kept. Its directory is sent later, by the next attempt of the job or by `flyteplugins-tracking send`.

@@ -3,6 +3,7 @@
 `put` returns when the operating system has the line. A thread hands the lines to the tracker's sink until that has
 taken them, those of earlier attempts first. Meanwhile they are in memory too, up to a limit, so that a full disk costs
 no line that the service takes in time. What a long outage leaves beyond that, the next attempt sends, or `send`.
+The rows of W&B do not come here: see `wandb.outbox`.
 """
 
 from __future__ import annotations

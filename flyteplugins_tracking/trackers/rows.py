@@ -178,7 +178,7 @@ class Steps:
 
 
 class MetricSanitizer:
-    """Makes plain rows of what a rank logs, for a service that takes numbers."""
+    """Makes plain rows of what a rank logs, for a service that takes numbers. W&B's client gets what was logged."""
 
     def __init__(self, title: str, prefix: str = "", odd_floats: str | None = None) -> None:
         """Initialize the sanitizer.

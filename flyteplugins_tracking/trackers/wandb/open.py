@@ -199,7 +199,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
-        known = found or _earlier(request, place)
+        known = found or _stored_earlier(request, place)
         with _failing_completely(request, directory, place.run_id):
             run = vendor.init(**arguments)
         outbox.open_outbox(request, run, found=found)
@@ -237,7 +237,7 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> Place:
     return Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
 
 
-def _earlier(request: RunRequest, place: Place) -> Stored | None:
+def _stored_earlier(request: RunRequest, place: Place) -> Stored | None:
     """Return what W&B has of the run of an earlier attempt, if this one has a config that may differ."""
     may_differ = _may_go_on(request) and request.plan.primary and request.config.config and place.run_id
     return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None

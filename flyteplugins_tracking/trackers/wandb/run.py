@@ -203,7 +203,7 @@ class WandbHandle(ClientHandle):
         with self._outbox.order:  # between a row's step and W&B's taking it, no other thread's row comes
             if step is not None or self._placement.distance:
                 row, step = self._placement.place(row, step)
-            self.kind.log(self.run, row, step, **kwargs)
+            self.kind.log(self.run, row, step, **kwargs)  # it comes out in `WandbOutbox._publish`
 
     def _write(self, row: Any, step: Any, kwargs: Mapping[str, Any]) -> None:
         self.write(row, step, **kwargs)  # the function gets what W&B's client raises

@@ -208,15 +208,15 @@ class Sender:
             read = self._reads.get(directory) or self._begin(directory, is_written=is_written)
             if read.is_done:
                 continue
-            is_last = directory == directories[-1] or read.column is not None
+            is_live = directory == directories[-1] or read.column is not None
             # Those that are watched are offline: such an attempt does not log the rows of earlier ones.
             read.is_last = directory == directories[-1]
             read.has_later = not (read.is_last or is_written)
-            is_ended = not is_written or not (is_last or Attempt.at(directory).is_open())
+            is_ended = not is_written or not (is_live or Attempt.at(directory).is_open())
             if is_ended and not read.is_ended:  # what its process has kept at last
                 read.reading.attempt, read.is_ended = Attempt.at(directory), True
             count += self._log(read, islice(self._lacking(read, is_written=not is_ended), _MOST))
-            if count >= _MOST or not (is_ended or is_last):  # a later attempt's rows come behind all of an earlier one
+            if count >= _MOST or not (is_ended or is_live):  # a later attempt's rows come behind all of an earlier one
                 break
             read.is_done = is_ended
             self._sent.update(read.keys)
