@@ -52,7 +52,7 @@ def test_each_of_20_trials_has_its_run(tmp_path: Path, pool: str, around: str) -
     assert len({trial["pid"] for trial in found}) < 20  # the workers are long-lived
 
 
-@pytest.mark.parametrize("pool", ["joblib", "futures", "spark"])
+@pytest.mark.parametrize("pool", ["joblib", pytest.param("futures", marks=pytest.mark.wide), "spark"])
 def test_each_trial_has_its_run(tmp_path: Path, pool: str) -> None:
     need(PACKAGES[pool])
     trials(tmp_path, pool, 4, {**SLURM, "PYSPARK_PYTHON": sys.executable})

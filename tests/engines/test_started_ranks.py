@@ -37,7 +37,7 @@ def python(how: str) -> list[str]:
     ("how", "package", "launcher"),
     [
         pytest.param("debug", "accelerate", "process_group", marks=pytest.mark.wide),
-        ("notebook", "accelerate", "torchelastic"),
+        pytest.param("notebook", "accelerate", "torchelastic", marks=pytest.mark.wide),
         pytest.param("fabric", "lightning", "lightning", marks=pytest.mark.wide),
         ("spark", "pyspark", "torchelastic"),
         pytest.param("spawn", "torch", "env", marks=pytest.mark.wide),
@@ -61,6 +61,7 @@ def check(server: WandbServer, seen: list[dict[str, Any]], launcher: str) -> Non
     assert ([(row["rank"], row["step"]) for row in run.rows], run.exit_codes) == ([(0, 0), (0, 1), (0, 2)], [0])
 
 
+@pytest.mark.wide
 def test_accelerate_launch_on_two_machines(tmp_path):
     need("accelerate")
     with WandbServer() as server:

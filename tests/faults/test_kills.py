@@ -204,7 +204,7 @@ def start_nodes(started, count, settings):
     return agents
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("run_mode", "with_step"),
     [

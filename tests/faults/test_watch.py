@@ -173,7 +173,7 @@ def test_every_row_arrives_once_whenever_the_job_or_the_watcher_is_killed(tmp_pa
         here.finish(attempt, watcher)
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_attempt_that_still_ends_when_the_next_one_has_begun_on_another_node_loses_nothing(tmp_path):
     node = tmp_path / "node"
     node.mkdir(0o700)

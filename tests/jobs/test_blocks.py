@@ -110,7 +110,7 @@ manager.shutdown_kernel()
 """
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_cells_of_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install ipykernel")
     (tmp_path / "cells.py").write_text(CELLS)

@@ -287,7 +287,7 @@ def test_the_first_rank_alone_has_a_run_and_imports_wandb(pod, server, directory
     assert run.config["tracking_init"].items() >= {"world_size": 2, "launcher": "torchelastic"}.items()
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_restarted_workers_continue_the_run(pod, server):
     assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")

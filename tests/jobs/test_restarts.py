@@ -474,7 +474,7 @@ def test_a_copy_of_the_file_of_a_running_job_leads_to_a_run_of_its_own(job: Job)
     assert job.points[own_id] == Counter(("rank0", n) for n in (*range(100, 100 + ROWS), *range(2 * ROWS, 3 * ROWS)))
 
 
-@pytest.mark.full
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["trackio"], indirect=True)
 def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     """Each node has its own working directory, and so a file of its own."""

@@ -353,7 +353,7 @@ def test_sigterm_while_the_writer_waits_for_its_neighbours_keeps_their_rows(tmp_
         assert "kill_after_s" not in found.output
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
     with WandbServer() as server:
         done = jobs.run([sys.executable, str(RUNS), "uncommitted"], tmp_path, server.environment)

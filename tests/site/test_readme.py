@@ -71,7 +71,7 @@ def test_the_demo_shows_the_stored_runs(tmp_path):
         viewer.wait_for(re.escape("[5 items]"), "digits", f"ID: ({any_id})", "loss", "batch_size")
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_the_flyte_2_example_shows_one_run_of_a_task_and_its_children(tmp_path):
     done = jobs.python(tmp_path, ROOT / "examples" / "flyte2_children.py", "out")
     assert done.returncode == 0, done.output
