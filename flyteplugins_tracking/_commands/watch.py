@@ -49,7 +49,7 @@ class WatchedRun:
     """A W&B run that is looked at again and again: found, open at W&B, ended.
 
     Attributes:
-        directories: What is not sent of it, in the order of the attempts, other ranks before the primary.
+        directories: What is not sent of it, in the order of `in_order`: other ranks behind the primary.
         opened: The run at W&B; None if it is not open there.
         error: What keeps it from being sent; empty for nothing.
         is_refused: Whether that does not pass.
@@ -127,7 +127,8 @@ class WatchedRun:
 
     def _has_end(self) -> bool:
         """Whether its last process has kept the status with which it has ended."""
-        return wandb_files.Attempt.at(self.directories[-1]).exit_code is not None
+        primary = [path for path in self.directories if not wandb_files.label_in(path)] or self.directories
+        return wandb_files.Attempt.at(primary[-1]).exit_code is not None
 
     def _send(self) -> str:
         """Send what is new, and end a run that is not written. Returns what was done then, in words."""

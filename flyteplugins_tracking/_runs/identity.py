@@ -82,8 +82,8 @@ def _of_variable(asked: Asked, who: Detection, run_file: RunFile | None) -> Iden
         except ConfigError as error:
             raise ConfigError(f"{error}. The id is from {variable}") from None
         check_run_id(variable, run_id)
-        if run_file is not None:
-            run_file.find()  # locks the file, which has this run from now on
+        if run_file is not None and run_file.find() != run_id:  # it is locked, and has this run from now on
+            run_file.earlier = 0
         identity = Identity(run_id)
         return identity if who.parent is None or config.role is not None else _beside(asked, who, identity)
     if config.role is not None and asked.world.is_real:

@@ -126,8 +126,9 @@ class Run:
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)
-                if exit_code == 0:
-                    _warn_of_lost_rows(self)
+                with self.warned("what other ranks have logged is not known"):
+                    if exit_code == 0:
+                        _warn_of_lost_rows(self)
                 if exit_code == 0 and self.run_file is not None and not self.was_stopped:
                     self.run_file.write(self.handle, has_ended=True)
             finally:

@@ -7,11 +7,11 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RankScope, position, primary_rank_of
+from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import when_loaded
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._job.board import Board
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# The id of a run that does nothing.
+IDLE = "no-run"
 # How long the job's store may take to answer: training waits.
-_STORE_TIMEOUT = timedelta(seconds=3)
+_STORE_S = 3.0
+# The rank of the latest function without a run, its scope, and who has the run, by tracker: (rank 7's info, "global",
+# "rank 0") for example; (None, "global", "") where tracking is switched off. A forked child knows it too.
+_latest: dict[str, tuple[DistributedInfo | None, RankScope, str]] = {}
 
 
 class _Idle(PerProcess):
@@ -30,14 +36,13 @@ class _Idle(PerProcess):
 
     Attributes:
         functions: How many run.
-        latest: The rank of the latest one, its scope, and who has the run: (rank 7's info, "global", "rank 0") for
-            example; (None, "global", "") where tracking is switched off.
+        undo: What undoes, when the last one has ended, what they have opened in the client.
         told: The trackers whose lost rows are told.
     """
 
     def __init__(self) -> None:
         self.functions = Counter[str]()
-        self.latest: dict[str, tuple[DistributedInfo | None, RankScope, str]] = {}
+        self.undo: dict[str, list[Callable[[], object]]] = {}
         self.told = set[str]()
 
 
@@ -50,15 +55,23 @@ def keep_idle(tracker: str, config: TrackingConfig, info: DistributedInfo | None
     if info is not None:
         primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
         owner = f"{'local ' * (config.rank_scope == 'worker')}rank {primary}"
-    _idle.latest[tracker] = (info, config.rank_scope, owner)
+    _latest[tracker] = (info, config.rank_scope, owner)
     _idle.functions[tracker] += 1
     forget = when_loaded(tracker, lambda: join_clients_calls(tracker))
 
     def undo() -> None:
         forget()
         _idle.functions[tracker] -= 1
+        if not is_idle(tracker):
+            for undo_one in reversed(_idle.undo.pop(tracker, [])):
+                undo_one()
 
     return undo
+
+
+def undo_later(tracker: str, undo: Callable[[], object]) -> None:
+    """Undo something in the tracker's client when no function without a run is left."""
+    _idle.undo.setdefault(tracker, []).append(undo)
 
 
 def is_idle(tracker: str) -> bool:
@@ -68,7 +81,7 @@ def is_idle(tracker: str) -> bool:
 
 def tell_row(tracker: str, title: str) -> None:
     """Say once that a row is lost, since perhaps this is the rank that logs. The rank that has the run reads it too."""
-    info, scope, owner = _idle.latest.get(tracker, (None, "global", ""))  # none in a forked child
+    info, scope, owner = _latest.get(tracker, (None, "global", ""))
     if info is None or tracker in _idle.told:
         return
     _idle.told.add(tracker)
@@ -83,25 +96,27 @@ def tell_row(tracker: str, title: str) -> None:
         number,
         ", or reinit='create_new' to wandb.init" if tracker == "wandb" else "",
     )
-    with suppress(RuntimeError):  # the store does not answer
-        board = _board(tracker, info, scope)
-        if board is not None:
-            board.put("rank", str(number))
+    if is_idle(tracker):  # not in a forked child
+        _at_board(tracker, info, scope, lambda board: board.put("rank", str(number)))
 
 
 def rank_that_lost_rows(tracker: str, info: DistributedInfo, scope: RankScope) -> str | None:
     """Return the rank that has logged to a run that does nothing, if one has told so; with "worker", the local rank."""
-    with suppress(RuntimeError):
-        board = _board(tracker, info, scope)
-        return None if board is None else board.get("rank")
-    return None
+    return _at_board(tracker, info, scope, lambda board: board.get("rank"))
 
 
-def _board(tracker: str, info: DistributedInfo, scope: RankScope) -> Board | None:
+def _at_board(tracker: str, info: DistributedInfo, scope: RankScope, action: Callable[[Board], T]) -> T | None:
+    """Do something at the job's board, if it answers: a store that has stopped may keep its callers for ever."""
     from flyteplugins_tracking._job.board import job_board  # few ranks need it
 
-    worker = "" if scope == "global" else info.worker_index
-    return job_board(info, os.environ, f"lost/{tracker}/{worker}/{info.restart_count}", _STORE_TIMEOUT)
+    def act() -> T | None:
+        worker = "" if scope == "global" else info.worker_index
+        board = job_board(info, os.environ, f"lost/{tracker}/{worker}/{info.restart_count}")
+        return None if board is None else action(board)
+
+    with suppress(RuntimeError, TimeoutError):
+        return threads.call_within(_STORE_S, act)
+    return None
 
 
 class IdleRun:

@@ -154,9 +154,11 @@ def test_the_nodes_of_a_job_that_was_offline_are_sent_together(job):
     job.go("stop")
     assert [job.finish(one).returncode for one in nodes] == [0, 3]
     directories = sorted((job.directory / "wandb").glob("offline-run-*"), key=lambda path: "rank" not in path.name)
-    for paths in (directories[:1], directories):
-        sent = job.send(*paths)
-        assert sent.returncode == 0, sent.output
+    alone = job.send(directories[0])
+    assert alone.returncode == 1
+    assert "Send the directory of the job's primary rank first" in alone.output
+    sent = job.send(*directories)
+    assert sent.returncode == 0, sent.output
     for name in ("node-0", "node-1"):
         assert job.arrived(name) == job.logged(name)
     assert (job.stored.status, job.stored.config["lr"], job.stored.ends) == ("failed", 3, 1)

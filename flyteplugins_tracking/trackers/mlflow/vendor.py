@@ -17,7 +17,7 @@ from flyteplugins_tracking._util.modules import loaded, replace_function, when_l
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while, wait_until
 from flyteplugins_tracking.trackers import outbox
-from flyteplugins_tracking.trackers.idle import is_idle, tell_row
+from flyteplugins_tracking.trackers.idle import IDLE, is_idle, tell_row
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 T = TypeVar("T")
@@ -438,10 +438,6 @@ def replace_set_tracking_uri(replacement: Callable[[Callable[..., None]], Callab
     return original
 
 
-# The id of the run that does nothing, on a rank without one.
-_IDLE = "no-run"
-
-
 @functools.lru_cache(maxsize=1)
 def _idle_run() -> Any:
     """Return the run that does nothing, and have the client leave out the calls for it."""
@@ -449,16 +445,17 @@ def _idle_run() -> Any:
     from mlflow.entities import Run, RunData, RunInfo
 
     of_info = {"experiment_id": "0", "user_id": "", "status": "RUNNING", "start_time": 0, "end_time": None}
-    run = ActiveRun(Run(RunInfo(_IDLE, **of_info, lifecycle_stage="active"), RunData()))
+    run = ActiveRun(Run(RunInfo(IDLE, **of_info, lifecycle_stage="active", run_name=IDLE), RunData()))
 
     def without_idle(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _IDLE not in (*args[:1], kwargs.get("run_id")):
+            if IDLE not in (*args[:1], kwargs.get("run_id")):
                 return method(self, *args, **kwargs)
             if method.__name__.startswith("log_"):
                 tell_row("mlflow", "MLflow")
-            return run if method.__name__ == "get_run" else None
+            is_list = method.__name__.startswith(("list_", "get_metric_history"))
+            return run if method.__name__ == "get_run" else [] if is_list else None
 
         return call
 
@@ -477,7 +474,7 @@ def start_idle_run() -> Any:
 def remove_idle_runs() -> None:
     """Take that run off the stack at the end of the function."""
     if loaded("mlflow") is not None and not is_idle("mlflow"):
-        active_runs()[:] = [run for run in active_runs() if run.info.run_id != _IDLE]
+        active_runs()[:] = [run for run in active_runs() if run.info.run_id != IDLE]
 
 
 # Autologging.

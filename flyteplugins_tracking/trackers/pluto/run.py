@@ -14,7 +14,7 @@ from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Status, join_calls, left_of_opening, prefix_of, status_of
-from flyteplugins_tracking.trackers.idle import IdleRun, is_idle
+from flyteplugins_tracking.trackers.idle import IDLE, IdleRun, is_idle, undo_later
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError
@@ -175,8 +175,10 @@ def _join(given: Mapping[str, Any]) -> Any:
         return _open.handles[-1].join(given) if _open.handles else None
     import pluto
 
-    values = {"id": None, "resumed": False, "settings": pluto.Settings(), "config": dict(given.get("config") or {})}
-    run = IdleRun("pluto", "Pluto", **values)
+    values = {"id": None, "run_id": IDLE, "resumed": False, "fork_run_id": None, "fork_step": None}
+    config = dict(given.get("config") or {})
+    run = IdleRun("pluto", "Pluto", **values, settings=pluto.Settings(), config=config)
+    undo_later("pluto", functools.partial(vars(pluto).update, log=pluto.log, alert=pluto.alert, watch=pluto.watch))
     pluto.log, pluto.alert, pluto.watch = run.log, run.alert, run.watch
     return run
 

@@ -13,7 +13,8 @@ from typing import Any
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.client import join_calls, left_of_opening, refuse_to_pickle
-from flyteplugins_tracking.trackers.idle import IdleRun, is_idle
+from flyteplugins_tracking.trackers.idle import IDLE as _IDLE
+from flyteplugins_tracking.trackers.idle import IdleRun, is_idle, undo_later
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
@@ -144,9 +145,9 @@ def _join(given: Mapping[str, Any]) -> Any:
     if run is not None:
         run.tracking.join(given)
     elif is_idle("trackio"):
-        config = dict(given.get("config") or {})
-        run = IdleRun("trackio", "Trackio", config=config, **{name: given.get(name) for name in ("project", "name")})
-        make_current(run)
+        of_run = {"id": _IDLE, "name": given.get("name") or _IDLE, "project": given.get("project"), "url": None}
+        run = IdleRun("trackio", "Trackio", config=dict(given.get("config") or {}), **of_run)
+        undo_later("trackio", make_current(run))
     return run
 
 

@@ -49,6 +49,8 @@ SETTING = ("config", "summary", "metric", "run", "files")
 LATE_S = 6.0
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
 _WRITTEN_S = 30.0
+# How often a file that grows is read on before its journal is.
+_LOOKS = 10
 # What `wandb sync` keeps beside a file, and its most bytes.
 _STATE, _LONGEST_STATE = ".syncstate", 4096
 # What marks a file as sent for `wandb sync`. It has the size that was sent; that of `wandb sync` itself is empty.
@@ -313,14 +315,22 @@ class Reading:
         Args:
             is_written: Whether a process may still write: then the rows that only a journal has come later.
         """
-        new = () if self._file is None else datastore.records_from(self._file, self._position, is_written=is_written)
-        for self._position, data in new:
-            kind, record = vendor.parse_record(data)
-            yield kind, datastore.row_of(record) if kind == "history" else record, data
-        if not is_written:
-            for row in islice(self.attempt.kept_rows(self._since), self._kept, None):
-                self._kept += 1
-                yield "history", row, b""
+        kept: Iterator[Row] = iter(())
+        for _ in range(_LOOKS):
+            since, file = self._position, self._file
+            for self._position, data in (
+                () if file is None else datastore.records_from(file, since, is_written=is_written)
+            ):
+                kind, record = vendor.parse_record(data)
+                yield kind, datastore.row_of(record) if kind == "history" else record, data
+            if is_written:
+                return
+            kept = self.attempt.kept_rows(self._since)
+            if self.attempt.contents.end <= self._position:
+                break  # otherwise wandb-core, which may outlive its process, has written meanwhile
+        for row in islice(kept, self._kept, None):
+            self._kept += 1
+            yield "history", row, b""
 
 
 def behind(keys: Sequence[float], known: Iterable[float]) -> int:

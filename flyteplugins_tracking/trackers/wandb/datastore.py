@@ -61,6 +61,7 @@ class Contents:
     Attributes:
         described: The record with which the run was opened; None if its process was killed before it had written any.
         first: Its first row; None if there is none.
+        end: The position in the file behind what was read.
         steps: Those of its rows, in their order.
         times: When these were logged.
         positions: A position in the file before each of these.
@@ -71,7 +72,7 @@ class Contents:
 
     def __init__(self, file: Path | None) -> None:
         """Begin. `file` is None if there is none."""
-        self.file, self._position, self._size = file, 0, 0
+        self.file, self.end, self._size = file, 0, 0
         self._reading = register(OwnLock())
         self.described: Any = None
         self.first: Row | None = None
@@ -85,9 +86,9 @@ class Contents:
             size = 0 if self.file is None else self.file.stat().st_size
             if self.file is None or size == self._size or (self._has_head and not is_whole):
                 return self
-            for end, data in records_from(self.file, self._position):
+            for end, data in records_from(self.file, self.end):
                 self._take(*vendor.parse_record(data))
-                self._position = end
+                self.end = end
                 if self._has_head and end > _HEAD and not is_whole:
                     return self
             self._size = size
@@ -105,7 +106,7 @@ class Contents:
             step, time = _step_and_time_of(record)
             self.steps.append(step)
             self.times.append(time)
-            self.positions.append(self._position)
+            self.positions.append(self.end)
         elif kind == "files":
             self.files += [item.path for item in record.files]
         elif kind == "artifact":

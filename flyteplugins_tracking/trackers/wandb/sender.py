@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 # The records beside rows that are sent as they are. Of the first ones W&B keeps the last, of the second ones all. In a
 # shared run, those of the third kind are the primary's. Saved files and artifacts are sent at the end.
 _REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw", "alert")
-_OF_PRIMARY = ("environment", *_ADDING[:-1])
+_OF_PRIMARY = ("environment", "preempting", *_ADDING[:-1])
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
 _SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
 # How many rows are sent at once: wandb-core has them in memory.
@@ -179,6 +179,10 @@ class Sender:
         attempts.await_count(of_id, time.monotonic() + _COUNTED_S if close is None else close.limit.until)
         found = vendor.Reader(place).stored()
         if close is None:
+            if found is None and label and attempts.is_rank(first):  # the primary's later one would be an earlier end
+                text = f"{first} was not sent: W&B has no run {place.run_id}, which this rank has joined. "
+                text += "Send the directory of the job's primary rank first"
+                raise TrackerUnavailableError(text, is_outage=False)
             others = (Attempt.at(path) for path in of_id if path not in directories)
             require_unwritten(None if column else found, [*left, *others])
             later = LaterEnd.of(left, found, column) if not label else None
@@ -301,7 +305,7 @@ class Sender:
             vendor.forget(run, FAILURE_KEYS)
         if close is None:
             _of_run(left[-1], self.place)  # an attempt may have begun meanwhile
-        if exit_code == TERMINATED:
+        if exit_code == TERMINATED and not all(label_in(one.directory) for one in left):  # a rank ends nothing
             run.mark_preempting()
         began = time.monotonic()
         code = exit_code or 0
@@ -364,7 +368,7 @@ class Sender:
 
     def _lacking(self, read: _Read, *, is_written: bool) -> Iterator[Row]:
         """Yield the new rows that W&B lacks, as they are logged. What else a file has is sent on the way."""
-        attempt, passed = read.reading.attempt, list[bytes]()
+        attempt, passed, media = read.reading.attempt, list[bytes](), list[str]()
         left_out = (*(_OF_PRIMARY if label_in(attempt.directory) else ()), *(() if attempt.is_offline else _ADDING))
         for kind, record, data in read.reading.records(is_written=is_written):
             if kind == "history":
@@ -374,8 +378,13 @@ class Sender:
                     self._summary = {path: item for path, item in self._summary.items() if path[0] not in record.values}
                 if (row := self._new(read, record)) is not None:
                     self._forward(passed)
+                    for name in media:
+                        save_again(self._run, attempt.directory / "files", name)
                     yield row
                 passed.clear()  # an earlier sender has sent it, if a row behind it has arrived
+                media.clear()  # the end looks which of these W&B lacks
+            elif kind == "files" and self._is_whole:
+                media += [item.path for item in record.files if item.path.startswith("media/")]  # others at the end
             elif kind in _ADDING and self._is_whole and kind not in left_out:
                 passed.append(data)
             elif self._is_whole and kind not in left_out:
@@ -425,9 +434,6 @@ class Sender:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
         if kind == "run" and not label_in(read.reading.attempt.directory):
             self._describe(read, datastore.arguments_of(record))
-        elif kind == "files":
-            for name in (item.path for item in record.files if item.path.startswith("media/")):  # others at the end
-                save_again(self._run, read.reading.attempt.directory / "files", name)
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
