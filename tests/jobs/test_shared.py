@@ -111,6 +111,21 @@ def test_the_printed_command_sends_what_all_ranks_have_logged_offline(tmp_path):
 
 
 @pytest.mark.full
+def test_a_job_that_was_offline_and_is_preempted_is_so_when_all_ranks_are_sent(tmp_path):
+    with job(tmp_path) as started:
+        agent = started.start(torchrun(ranks=2), {"WANDB_MODE": "offline"}, **ends("loop", attempts=9, tracking=GIVEN))
+        for rank in (0, 1):
+            started.wait_for(f"ready {rank} 0")
+        started.signal(agent.pid)
+        agent.communicate()
+        command = [sys.executable, "-m", "flyteplugins_tracking", "send", "wandb"]
+        done = jobs.run(command, tmp_path, started.server.environment)
+        assert done.returncode == 0, done.output
+        found = started.outcome()
+        assert (found.lost, found.exit_codes[-1], found.state) == (0, 143, "preempted"), done.output
+
+
+@pytest.mark.full
 def test_what_a_rank_has_logged_offline_can_be_sent_when_the_run_has_ended(tmp_path):
     with job(tmp_path) as started:
         started.start(torchrun(ranks=2), {"WANDB_MODE": "offline"}, **ends("return", rows=20, tracking=GIVEN))
