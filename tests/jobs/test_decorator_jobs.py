@@ -100,7 +100,8 @@ def test_the_next_job_goes_on_in_the_run_of_one_that_was_stopped_and_not_of_one_
 
     train(True)
     train(False)
-    files = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("run.json*")) if path.suffix != ".lock"]
+    paths = [path for path in tmp_path.glob("run.json*") if path.suffix != ".lock"]
+    files = [json.loads(path.read_text()) for path in sorted(paths, key=lambda path: (len(path.name), path.name))]
     assert [file["has_ended"] for file in files] == [False, True]
 
 
