@@ -317,10 +317,9 @@ class Reading:
         """
         kept: Iterator[Row] = iter(())
         for _ in range(_LOOKS):
-            since, file = self._position, self._file
-            for self._position, data in (
-                () if file is None else datastore.records_from(file, since, is_written=is_written)
-            ):
+            file, position = self._file, self._position
+            new = () if file is None else datastore.records_from(file, position, is_written=is_written)
+            for self._position, data in new:
                 kind, record = vendor.parse_record(data)
                 yield kind, datastore.row_of(record) if kind == "history" else record, data
             if is_written:
