@@ -95,7 +95,7 @@ class MlflowTracker(Tracker):
         is_of_node = config.rank_scope == "worker" or (info is not None and info.num_workers == 1)
         if info is not None and (is_of_node or config.primary_rank == info.worker_index == 0):
             vendor.await_first_run(config.options, config.init_timeout_s)
-        undo = [vendor.without_autologging(), keep_idle(self.name, config, info), vendor.remove_idle_runs]
+        undo = [vendor.without_autologging(), keep_idle(self.name, config, info)]
         return lambda: [step() for step in undo]
 
     def diagnose(self) -> Diagnosis:

@@ -13,11 +13,11 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.modules import loaded, replace_function, when_loaded
+from flyteplugins_tracking._util.modules import replace_function, when_loaded
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while, wait_until
 from flyteplugins_tracking.trackers import outbox
-from flyteplugins_tracking.trackers.idle import IDLE, is_idle, tell_row
+from flyteplugins_tracking.trackers.idle import IDLE, tell_row, undo_later
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 T = TypeVar("T")
@@ -468,13 +468,12 @@ def _idle_run() -> Any:
 def start_idle_run() -> Any:
     """Make the run that does nothing the active one, as `mlflow.start_run` does, and return it."""
     active_runs().append(_idle_run())
+    undo_later("mlflow", _remove_idle_runs)
     return _idle_run()
 
 
-def remove_idle_runs() -> None:
-    """Take that run off the stack at the end of the function."""
-    if loaded("mlflow") is not None and not is_idle("mlflow"):
-        active_runs()[:] = [run for run in active_runs() if run.info.run_id != IDLE]
+def _remove_idle_runs() -> None:
+    active_runs()[:] = [run for run in active_runs() if run.info.run_id != IDLE]
 
 
 # Autologging.

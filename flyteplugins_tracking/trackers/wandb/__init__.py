@@ -15,12 +15,11 @@ from typing import Any
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice, check_no_password
-from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
-from flyteplugins_tracking.trackers.idle import is_idle, keep_idle
+from flyteplugins_tracking.trackers.idle import keep_idle
 from flyteplugins_tracking.trackers.wandb.names import (
     HOST,
     app,
@@ -135,16 +134,7 @@ class WandbTracker(Tracker):
         return passed_on(run)
 
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:
-        undo = keep_idle(self.name, config, info)
-
-        def undo_and_remove() -> None:
-            undo()
-            if not is_idle(self.name) and loaded("wandb") is not None:
-                from flyteplugins_tracking.trackers.wandb.inner import remove_without_effect
-
-                remove_without_effect()
-
-        return undo_and_remove
+        return keep_idle(self.name, config, info)
 
     def diagnose(self) -> Diagnosis:
         from flyteplugins_tracking.trackers.wandb.diagnose import diagnose

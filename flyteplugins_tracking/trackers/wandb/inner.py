@@ -19,7 +19,7 @@ from typing import Any
 
 from flyteplugins_tracking._rank.children import variables_at_birth
 from flyteplugins_tracking.trackers import client
-from flyteplugins_tracking.trackers.idle import is_idle, tell_row
+from flyteplugins_tracking.trackers.idle import is_idle, tell_row, undo_later
 from flyteplugins_tracking.trackers.registry import open_waiting, waiting
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.names import forced_run_id
@@ -141,6 +141,7 @@ def _without_effect(given: Mapping[str, Any]) -> Any:
 
     run.log = tell
     vendor.set_global_run(run)
+    undo_later("wandb", remove_without_effect)
     return run
 
 
