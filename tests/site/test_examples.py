@@ -414,12 +414,16 @@ def test_the_files_for_a_login_node_start_a_watcher(tmp_path):
 
 @pytest.mark.full
 def test_the_clean_up_removes_old_runs_that_were_sent(tmp_path, server):
-    env = {**server.environment, **PATH}
+    env = {**server.environment, **PATH, "WANDB_CACHE_DIR": str(tmp_path / "cache")}
     for _ in range(2):
         assert jobs.run([sys.executable, TRAIN], tmp_path, {**env, "WANDB_MODE": "offline"}).returncode == 0
     old, new = sorted((tmp_path / "wandb").glob("offline-run-*"))
     (file,) = old.glob("run-*.wandb")
-    os.utime(file, (time.time() - 2 * 86400,) * 2)
+    logs = tmp_path / "cache" / "wandb" / "logs"
+    (log,) = list(logs.glob("core-*"))[:1]
+    for path in (file, log):
+        os.utime(path, (time.time() - 2 * 86400,) * 2)
     done = jobs.run(["sh", EXAMPLES / "clean.sh"], tmp_path, env)
-    assert (done.returncode, old.exists(), new.exists()) == (0, False, True), done.output
+    assert (done.returncode, old.exists(), new.exists(), log.exists()) == (0, False, True, False), done.output
+    assert list(logs.glob("core-*"))  # those of today
     assert [len(server.run(path.name.rpartition("-")[2]).rows) for path in (old, new)] == [10, 10]
