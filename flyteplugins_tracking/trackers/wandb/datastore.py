@@ -234,9 +234,11 @@ def row_of(record: Any) -> Row:
 
 def _step_and_time_of(record: Any) -> tuple[int, float]:
     """Return these of a row's record, without its other values."""
-    own = {}
+    own: dict[str, float] = {}
     for item in record.item:
-        key, *more = item.nested_key or [item.key]
-        if key in ("_step", "_timestamp") and not more:
-            own[key] = json.loads(vendor.json_of(item))
-    return int(own.get("_step", record.step.num)), float(own.get("_timestamp", 0))
+        key = ".".join(item.nested_key) or item.key
+        if key in ("_step", "_timestamp"):
+            own[key] = float(vendor.json_of(item))
+            if len(own) == 2:  # wandb-core writes these first
+                break
+    return int(own.get("_step", record.step.num)), own.get("_timestamp", 0.0)

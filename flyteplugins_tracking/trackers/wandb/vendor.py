@@ -627,6 +627,11 @@ def flush(run: Any, timeout_s: float) -> None:
 # Rows, and the records of wandb-core's file
 
 
+@functools.cache
+def _messages() -> Any:
+    return importlib.import_module("wandb.proto.wandb_internal_pb2")
+
+
 def on_records(run: Any, publish: Callable[..., Any], deliver: Callable[..., Any]) -> None:
     """Have all that a run's client gives to wandb-core go through two functions, which get the client's own one first.
 
@@ -753,7 +758,7 @@ def json_of(item: Any) -> str:
 
 def parse_record(data: bytes) -> tuple[str, Any]:
     """Return the kind and the content of a record of a `.wandb` file."""
-    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
+    record = _messages().Record()
     record.ParseFromString(data)
     kind = record.WhichOneof("record_type") or ""
     return kind, getattr(record, kind, None)
