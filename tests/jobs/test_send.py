@@ -82,7 +82,7 @@ def test_a_directory_on_a_read_only_file_system_is_refused_with_that_cause(tmp_p
         done = jobs.run([*sending, directory], tmp_path, server.environment)
         assert server.runs == []
     assert done.returncode == 1
-    assert f"{directory} cannot be written, and it must note what is sent: a read-only file system" in done.output
+    assert f"{directory} was not sent: OSError: [Errno 30] Read-only file system" in done.output
     assert "has not confirmed" not in done.output
 
 

@@ -65,9 +65,9 @@ def name_of(request: RunRequest) -> str:
     return request.plan.role or OWNER
 
 
-def role_of(column: str) -> str:
-    """Return the writer's name in the column with the numbers of its rows."""
-    return column.split("/")[1]
+def role_of(column: str | None) -> str:
+    """Return the writer's name in the column with the numbers of its rows; the owner's if there is none."""
+    return OWNER if column is None else column.split("/")[1]
 
 
 # Before the run is opened

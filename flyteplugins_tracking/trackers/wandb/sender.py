@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import os
 import secrets
 import shlex
 import shutil
@@ -39,7 +38,7 @@ from flyteplugins_tracking.trackers.client import RESTART_COUNT
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import Journal, require_all_sent
-from flyteplugins_tracking.trackers.outbox import how_to_send, pauses, require_server
+from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.wandb import attempts, datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, Reading, label_in
 from flyteplugins_tracking.trackers.wandb.datastore import Row
@@ -281,7 +280,7 @@ class Sender:
             attempt.mark_sent(size)
         for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
             shutil.rmtree(folder, ignore_errors=True)
-        if (role := _role_in(self._reads[directories[-1]].column)) != OWNER:
+        if (role := roles.role_of(self._reads[directories[-1]].column)) != OWNER:
             roles.end_again(self.place, role)
         files.require_sent(directories[-1], waits=close is None)
         return exit_code
@@ -488,7 +487,7 @@ class Sender:
         ended = None if self._found is None else STATES.get(self._found.state)
         primary = [one for one in left if not label_in(one.directory)]
         if not primary:
-            return ended if _role_in(left[-1].column) == OWNER else None
+            return ended if roles.role_of(left[-1].column) == OWNER else None
         last = max(primary, key=lambda one: one.last_at)
         if self._later is not None and last.last_at > self._later.last_at:  # another attempt has logged meanwhile
             self._later = None
@@ -725,7 +724,7 @@ def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
         if left and made.column is not None:
             made.lock = _lock(parent, run_id, outbox.label_of(request), made.column)
         if left and (made.column is None or made.lock is not None):
-            values = _send_before(made, left, run, _found(made, request, left))
+            values = _send_before(made, left, run, request.deadline)
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
         command = how_to_send([str(one.directory) for one in left] or str(parent))
@@ -748,31 +747,14 @@ def _is_to_send(attempt: Attempt, made: outbox.WandbOutbox, request: RunRequest)
 
 def _lock(parent: Path, run_id: str, label: str | None, column: str | None) -> RunLock | None:
     """Lock what a writer of a run has left in the directories here: two processes might send a row twice."""
-    return RunLock.of_any_file(parent / f"{run_id}.{label or _role_in(column)}.lock")
+    return RunLock.of_any_file(parent / f"{run_id}.{label or roles.role_of(column)}.lock")
 
 
-def _found(made: outbox.WandbOutbox, request: RunRequest, left: Sequence[Attempt]) -> vendor.Stored | None:
-    """Return what W&B has of the run. The numbers of rows are asked for as long as the run may be opened.
-
-    Raises:
-        TrackerUnavailableError: W&B does not say. Steps alone do not tell whether others have logged meanwhile.
-    """
-    waits = pauses()
-    if made.column is not None:  # or else it was waited for before the run was opened
-        attempts.await_count([one.directory for one in left], request.deadline)
-    while True:
-        try:
-            return vendor.Reader(made.place).stored()
-        except TrackerUnavailableError:
-            if made.column is None or time.monotonic() > request.deadline:
-                raise
-            time.sleep(next(waits))
-
-
-def _send_before(
-    made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, found: vendor.Stored | None
-) -> dict[str, Any]:
+def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, deadline: float) -> dict[str, Any]:
     directories, run_id = [one.directory for one in left], made.place.run_id
+    if made.column is not None:  # or else it was waited for before the run was opened
+        attempts.await_count(directories, deadline)
+    found = vendor.Reader(made.place).stored()  # steps alone do not tell whether others have logged meanwhile
     sender = Sender(run, made.place, found, left=left, is_shared=made.column is not None)
     files = Files(made.place, left)
     with made.paused():  # it is kept where it is
@@ -912,9 +894,6 @@ def send(directory: Path) -> str:
     if not (attempt.journals or attempts.is_unsent(directory)):
         require_all_sent(directory)
         return f"{directory} has nothing that is not sent yet"
-    if not os.access(directory, os.W_OK):
-        text = f"{directory} cannot be written, and it must note what is sent: a read-only file system, or permissions"
-        raise TrackerUnavailableError(text, is_outage=False)
     # The journals have the server that was set up where it was logged, which may be another one.
     place = place_of(attempt, described)
     if not attempt.is_offline:
@@ -1037,10 +1016,6 @@ def place_of(attempt: Attempt, described: Any) -> Place:
 def _is_later(last_at: float | None, left: Sequence[Attempt]) -> bool:
     """Whether others have logged the last row of a run, since these attempts have."""
     return last_at is not None and last_at > max(one.last_at for one in left)
-
-
-def _role_in(column: str | None) -> str:
-    return OWNER if column is None else roles.role_of(column)
 
 
 def _key(row: Row, column: str | None) -> float:
