@@ -153,7 +153,7 @@ class Attempt:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether W&B has all but files that could not be sent: see `sender.keep_artifacts`."""
+        """Whether W&B has all but files that could not be sent: see `sender.Files.keep_lacking`."""
         return bool(self.journals) and all(one.header.get("is_incomplete") for one in self.journals)
 
     @property

@@ -89,7 +89,6 @@ class _Read:
         described: With which arguments the run was opened, as the last record says.
         is_ended: Whether its process has ended.
         is_done: Whether all was read, too.
-        rows: How many of its rows were sent.
         keys: What tells them, if a later attempt may have logged them again.
         has_later: Whether one may.
         is_last: Whether there is no later one.
@@ -102,7 +101,6 @@ class _Read:
     described: dict[str, Any] | None = None
     is_ended: bool = False
     is_done: bool = False
-    rows: int = 0
     keys: list[float] = field(default_factory=list)
     has_later: bool = False
     is_last: bool = False
@@ -417,12 +415,7 @@ class Sender:
             run.log(dict(row.values), None if row.step < 0 else row.step, True)
             self.values.update(row.values)
             count += 1
-        read.rows += count
         return count
-
-    def rows_of(self, directory: Path) -> int:
-        """Return how many rows of an attempt were sent."""
-        return self._reads[directory].rows
 
     def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
         """Send a record of a file that is no row, of which W&B keeps the last one."""
@@ -657,7 +650,14 @@ class Files:
     def keep_lacking(self, directory: Path) -> list[str]:
         """Keep that these are not sent, and return their names."""
         if self._lacking:
-            keep_artifacts(directory, self._kept, [one for one in self._lacking if not isinstance(one, str)])
+            journal = Journal(
+                directory, f"artifacts-{secrets.token_hex(3)}", {"place": self._kept, "is_incomplete": True}
+            )
+            journal.make()
+            for one in self._lacking:
+                if not isinstance(one, str):
+                    journal.add(outbox.record_of_artifact(one.record.SerializeToString()))
+            journal.close()
         return [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
 
     def require_sent(self, directory: Path, *, waits: bool = True) -> None:
@@ -691,15 +691,6 @@ def save_again(run: Any, files: Path, name: str) -> bool:
     if path is not None:
         run.save(glob.escape(str(path)), base_path=str(files), policy="now")
     return path is not None
-
-
-def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.KeptArtifact]) -> None:
-    """Keep artifacts that could not be sent in a directory, and that it has something which could not be sent."""
-    journal = Journal(directory, f"artifacts-{secrets.token_hex(3)}", {"place": place, "is_incomplete": True})
-    journal.make()
-    for one in artifacts:
-        journal.add(outbox.record_of_artifact(one.record.SerializeToString()))
-    journal.close()
 
 
 # The next attempt
@@ -775,9 +766,10 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
     if names := files.keep_lacking(directories[-1]):
         text = "W&B: run %s: files that were logged before are not on this disk any more. Log them again: %s"
         logger.warning(text, run_id, ", ".join(names))
-    made.earlier = [path for path in directories if files or sender.rows_of(path)]
-    for one in left:
-        if one.directory not in made.earlier:  # W&B has all of it
+    if files or sender.rows:
+        made.earlier = directories
+    else:  # W&B has all
+        for one in left:
             one.mark_sent()
     return sender.values
 
