@@ -42,7 +42,7 @@ _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 _OF_OTHERS = (
     "runs of MLflow, Pluto and Trackio are not watched. Send them when the attempt has ended, for instance from cron"
 )
-_printing, _loading = register(OwnLock()), register(OwnLock())
+_loading = register(OwnLock())
 
 
 class WatchedRun:
@@ -178,7 +178,6 @@ class Watcher:
     """
 
     _is_whole = True  # whether nothing of a run that was left was refused
-    _problems: Sequence[str] | None = None  # of the directories, at the last look
 
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
         """Take the directories.
@@ -187,8 +186,10 @@ class Watcher:
             TrackerUnavailableError: Another process watches one of them.
             OSError: One cannot be locked.
         """
-        self._locks = [hold(path) for path in paths]
+        for path in paths:
+            hold(path)
         self._away: dict[Path, str] = {}  # what cannot be looked at now, with the reason
+        self._problems, self._said = list[str](), list[str]()  # at the last look
         self.runs: dict[tuple[str, str], WatchedRun] = {}
         self._paths, self._watched = paths, [path.resolve() for path in paths]
         self._killed_s = killed_s
@@ -233,21 +234,16 @@ class Watcher:
         for key, paths in found.items():
             with noting(self._away, paths[0]):
                 in_order[key] = wandb_files.in_order(paths)
-        self._tell(looked.texts, [*self._away.values(), *looked.left_out(), *of_others])
+        self._problems = [*self._away.values(), *of_others]
+        self._say(looked.texts)
         return in_order
 
-    def _tell(self, texts: Sequence[str], problems: Sequence[str]) -> None:
+    def _say(self, texts: Sequence[str]) -> None:
         """Say once which directories have no run, or are another user's; and each problem when it comes."""
-        known = self._problems or ()
-        texts = [*(texts if self._problems is None else ()), *(text for text in problems if text not in known)]
-        self._problems = problems
-        for text in texts:
-            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
-
-    def release(self) -> None:
-        """Leave the directories to other processes."""
-        for lock in self._locks:
-            lock.release()
+        known, self._said = self._said, [*texts, *self._problems]
+        for text in self._said:
+            if text not in known:
+                _print(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     @property
     def is_done(self) -> bool:
@@ -279,18 +275,14 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
     for path in paths:
         require_unwatched(path)
     watcher = Watcher(paths, killed_s)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end_process)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends at once, wherever it waits, as at a SIGTERM: nothing is lost
     exit_code = 1
     try:
         while True:
             watcher.look()
-            if until_done and watcher.is_done:
-                break
             time.sleep(interval_s)
             if until_done and watcher.is_done:  # what is refused is tried again at each look
                 break
-        watcher.release()
         exit_code = int(not watcher.is_all_sent)
     except (TrackingError, ValueError) as error:
         sys.stderr.write(f"cannot send: {printable(str(error))}\n")
@@ -306,13 +298,6 @@ def _require_directories(paths: Sequence[Path]) -> None:
             raise ValueError(f"{path} is not a directory")
 
 
-def _end_process(number: int, _: object) -> None:
-    """End at once, whatever is under way and wherever it waits: the next one sends it."""
-    with suppress(OSError):
-        os.write(1, f"ended by {signal.Signals(number).name}\n".encode())
-    os._exit(128 + number)
-
-
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
     return datastore.description(directory) is not None and wandb_files.Attempt.at(directory).first is not None
@@ -326,7 +311,7 @@ def _name_of(directory: Path) -> str:
 
 def _print(text: str) -> None:
     """Print a line. Nothing, if nobody reads."""
-    with _printing.lock, suppress(OSError):
+    with suppress(OSError):
         if sys.stdout is not None:
             sys.stdout.write(printable(text))
             sys.stdout.flush()
