@@ -34,7 +34,7 @@ from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.config import MODE, TrackingConfig, is_disabled
+from flyteplugins_tracking.trackers.config import MODE, is_disabled
 from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.vendor_parts import client_version, known_faults
@@ -142,11 +142,7 @@ def _examine(tracker: str | None, *, asks: bool) -> tuple[DistributedInfo | None
     versions |= {state["name"]: state["version"] for state in states if state["version"]}
     return info, {
         "schema": 1,
-        "detected": {
-            "job": None if info is None else dict(info),
-            "variables": env.read,
-            "error": error,
-        },
+        "detected": {"job": None if info is None else dict(info), "variables": env.read, "error": error},
         "base_id": {"base_id": base_id, "source": source},
         "trackers": states,
         "versions": versions,
@@ -187,9 +183,10 @@ def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[
 
     env, chosen = os.environ, list[str]()
     for tracker in map(find_tracker, trackers):
-        variables = [name for name in tracker.run_id_variables if env.get(name)][:1]
-        found += [problem for name in variables for problem in _check_id(tracker, name, env[name])]
-        chosen += variables
+        for name in [name for name in tracker.run_id_variables if env.get(name)][:1]:
+            text = f"{name}={env[name]}: every job with this variable writes to the same runs"
+            found.append(Diagnostic("warning", text, f"unset {name}, unless you intend this"))
+            chosen.append(name)
     if chosen:
         return env[chosen[0]], chosen[0]
     if "FLYTE_INTERNAL_EXECUTION_ID" in env:
@@ -205,17 +202,6 @@ def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[
         text = f"{error} Only run_mode='auto' with rank_scope='global' works without one"
         found.append(Diagnostic("warning", text))
         return None, "id= of tracking_init"
-
-
-def _check_id(tracker: Tracker, name: str, value: str) -> Iterator[Diagnostic]:
-    """Yield what is wrong with an id from a variable. An exported id is the run of every job started afterwards."""
-    try:
-        tracker.check(TrackingConfig(id=value))
-    except ConfigError as error:
-        yield Diagnostic("error", f"{name}={value}: {error}", f"unset {name}, or choose another id")
-        return
-    text = f"{name}={value}: every job with this variable writes to the same runs"
-    yield Diagnostic("warning", text, f"unset {name}, unless you intend this")
 
 
 def _trackers(only: str | None, asks: bool, found: list[Diagnostic]) -> list[dict[str, Any]]:
@@ -251,9 +237,8 @@ def _trackers(only: str | None, asks: bool, found: list[Diagnostic]) -> list[dic
             found += [*diagnosis.diagnostics, *known_faults(tracker.package or name)]
         if answer:
             text = f"{tracker.title}: the server at {diagnosis.place} cannot be used: {answer}"
-            found.append(
-                Diagnostic("error", text, "check its address, the key and the network (a proxy by HTTPS_PROXY)")
-            )
+            fix = "check its address, the key and the network (a proxy by HTTPS_PROXY)"
+            found.append(Diagnostic("error", text, fix))
     if not installed and not only:
         found.append(Diagnostic("error", "no tracker is installed", f'pip install "{_OWN}[{_DEFAULT}]"'))
     return states

@@ -187,7 +187,6 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     ),
     "no key": ({"WANDB_PROJECT": "p"}, "error", "there is no API key: WANDB_API_KEY is not set"),
     "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "error", "spaces or a line end around it"),
-    "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' contains /"),
     "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
