@@ -19,8 +19,6 @@ from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 
 # The file that says of an empty directory that its run was sent.
 SENT = "flyteplugins-tracking-sent"
-# How deep below a directory runs are looked for, and in how many directories. Hydra's are 6 deep.
-_DEEPEST, _MOST = 8, 20_000
 # W&B's own directory may have the first name. Others that begin with a dot have environments, caches and repositories.
 _HIDDEN = (".wandb",)
 _SHOWN = 5
@@ -104,7 +102,7 @@ class Found:
     Attributes:
         runs: Those to send, by where they are.
         texts: What is to be said of the directories that have none.
-        away: What could not be looked at, with the reason.
+        away: What could not be looked at, or is not sent now, with the reason.
     """
 
     def __init__(self, paths: Sequence[Path], *, is_watched: bool = False) -> None:
@@ -118,36 +116,33 @@ class Found:
         self.runs: dict[Path, Path] = {}
         self.texts: list[str] = []
         self.away: dict[Path, str] = {}
-        self._looked_at = 0  # below the present one of the given directories
         self._of_others: list[Path] = []  # another user's, or not to be read
-        self._beyond: list[Path] = []  # too deep, or too many
-        self._written: list[Path] = []  # a process may still log there
         for path in paths:
             with noting(self.away, path):
                 if is_own := is_run(path) or not path.is_dir():  # a file that looks like a run's hides none below
                     self.runs.setdefault(path.resolve(), path)
                 if path.is_dir():
                     self._look_below(path, is_own)
+        if self._of_others:
+            names = listed([str(path) for path in self._of_others], _SHOWN)
+            self.texts.append(f"left out, as another user's or not to be read: {names}")
 
     def _look_below(self, path: Path, is_own: bool) -> None:
-        self._looked_at, self._of_others = 0, []
-        runs = list(self._runs_below(path, {path.resolve()}, depth=0))
+        runs = list(self._runs_below(path, {path.resolve()}))
         wanted = [run for run in runs if has_unsent(run)]
         for run in wanted:
             if not self._is_watched and wandb_files.Attempt.at(run).may_be_written():
-                self._written.append(run)
+                text = "has no end, and was written to just now: send it later, or name it if its process was killed"
+                self.away[run] = f"{run} {text}"
             else:
                 self.runs.setdefault(run.resolve(), run)
         if runs and not (wanted or is_own or self._is_watched):
             self.texts.append(f"{path} has nothing that is not sent yet: looked at the {len(runs)} runs below it")
         elif not (runs or is_own):
-            places = f"looked for runs there and below, in {self._looked_at} directories"
-            other = "The local databases of MLflow and Trackio are not sent"
-            self.texts.append(f"{path} has no rows, and nothing to send: {places}. {other}")
-        if self._of_others:
-            self.texts.append(f"left out, as another user's or not to be read: {_named(self._of_others)}")
+            text = "has no rows, and nothing to send. The local databases of MLflow and Trackio are not sent"
+            self.texts.append(f"{path} {text}")
 
-    def _runs_below(self, path: Path, known: set[Path], depth: int) -> Iterator[Path]:
+    def _runs_below(self, path: Path, known: set[Path]) -> Iterator[Path]:
         """Yield the runs below a directory. Links of this user are followed to directories of this user."""
         for child in self._directories_in(path):
             with noting(self.away, child):
@@ -161,13 +156,10 @@ class Found:
                 child = resolved if child.is_symlink() else child
                 if is_run(child):
                     yield child
-                elif depth == _DEEPEST or len(known) > _MOST:
-                    self._beyond.append(child)
                 else:
-                    yield from self._runs_below(child, known, depth + 1)
+                    yield from self._runs_below(child, known)
 
     def _directories_in(self, path: Path) -> list[Path]:
-        self._looked_at += 1
         try:
             with os.scandir(path) as entries:
                 names = sorted(entry.name for entry in entries if entry.is_dir())
@@ -175,18 +167,3 @@ class Found:
             self._of_others.append(path)
             return []
         return [path / name for name in names if name in _HIDDEN or not name.startswith(".")]
-
-    def left_out(self) -> list[str]:
-        """Return what is not sent, in words."""
-        texts = []
-        if self._written:
-            text = "these runs have no end, and were written to just now: send them later, or name them if killed"
-            texts.append(f"{text}: {_named(self._written)}")
-        if self._beyond:
-            text = "these directories are too deep or too many, and were not looked at"
-            texts.append(f"{text}: name them, or those of their runs: {_named(self._beyond)}")
-        return texts
-
-
-def _named(paths: Sequence[Path]) -> str:
-    return listed([str(path) for path in paths], _SHOWN)

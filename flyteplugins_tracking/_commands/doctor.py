@@ -24,10 +24,9 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from typing import Any
 
-from flyteplugins_tracking._job.board import job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES, RunMode, plan, primary_rank_of
-from flyteplugins_tracking._rank.topology import Detection, RecordingEnv, examine
+from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES, RunMode, plan
+from flyteplugins_tracking._rank.topology import RecordingEnv, examine
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
@@ -35,8 +34,8 @@ from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.config import MODE, TrackingConfig, is_disabled
-from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level, check_directory
+from flyteplugins_tracking.trackers.config import MODE, is_disabled
+from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.vendor_parts import client_version, known_faults
 
@@ -46,9 +45,7 @@ _EXAMPLE = "example: srun python -m flyteplugins_tracking doctor --tracker wandb
 _DEFAULT = "wandb"
 # How long a server may take to answer.
 _ANSWER_S = 5.0
-_OTHER_DECORATORS = ("flyteplugins-wandb", "flytekitplugins-wandb", "flyteplugins-mlflow", "flyteplugins-trackio")
-_FRAMEWORKS = ("accelerate", "flyte", "flytekit", "flytekitplugins-kfpytorch", "flyteplugins-pytorch", "lightning")
-_SHOWN = sorted((*_FRAMEWORKS, "torch", "transformers", *_OTHER_DECORATORS))
+_SHOWN = ("accelerate", "flyte", "flytekit", "lightning", "torch", "transformers")
 # How long rank 0 may take to ask servers and to print. A rank with an error must not end before: launchers end all
 # ranks then.
 _PRINTING_S = 6.0
@@ -64,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     tracker_help = "examine only this tracker; a problem with it is an error"
     parser.add_argument("--tracker", metavar="NAME", choices=names_of_trackers(), help=tracker_help)
-    parser.add_argument("--primary-rank", metavar="RANK", type=int, default=0, help="show the runs for this primary")
     parser.add_argument("--offline", action="store_true", help="do not ask any server")
     # DeepSpeed's launcher and torch.distributed.launch add it to the arguments of a module. The variables have it too.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
@@ -74,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document["ok"] = all(found.level != "error" for found in document["diagnostics"])
     document["diagnostics"] = [found._asdict() for found in document["diagnostics"]]
     rank = 0 if info is None else info.rank
-    if rank == 0 and not document["detected"]["error"]:
-        document["plans"] = list(_runs(info, document["base_id"]["base_id"] or "{base}", options.primary_rank))
     shown = json.loads(json.dumps(document), object_hook=_masked)  # it holds no key: a second safeguard
     if options.json:
         _print(json.dumps(shown, indent=2 if info is None else None))
@@ -89,43 +83,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(not document["ok"])
 
 
-def _check_store(info: DistributedInfo | None) -> Iterator[Diagnostic]:
-    """Yield what keeps ranks of several nodes from agreeing on a run id."""
-    if info is None or info.launcher != "torchelastic" or info.num_workers == 1:
-        return
-    try:
-        if job_board(info, os.environ, f"doctor/{info.restart_count}") is not None:
-            return
-    except (ModuleNotFoundError, RuntimeError):
-        pass  # a job without torch, or a store that does not answer
-    except (ImportError, OSError) as error:  # torch lacks a shared library
-        yield Diagnostic("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
-        return
-    text = f"the agents of {info.num_workers} nodes share no reachable store, so the ranks cannot agree on a run id"
-    fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
-    yield Diagnostic("error", text, fix)
+def _runs(info: DistributedInfo | None, base_id: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mode and scope: which runs the job has whose first rank is `info`, and who writes to them.
 
-
-def _runs(info: DistributedInfo | None, base_id: str, primary_rank: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each mode and scope: which runs the job of `info` has, and who writes to them.
-
-    The ids are those of its first rank and its last one, with the numbers between them. That takes for granted that
+    The ids are those of this rank and the last one, with the numbers between them. That takes for granted that
     its workers have the same size.
     """
-    first, last, workers = info, info, 1
+    last, workers = info, 1
     if info is not None:
         workers = info.num_workers or math.ceil(info.world_size / (info.local_world_size or 1))
         size, end = info.local_world_size or math.ceil(info.world_size / workers), info.world_size - 1
-        first = replace(info, rank=0, local_rank=0, worker_index=0)
         last = replace(info, rank=end, local_rank=min(size - 1, end), worker_index=min(workers - 1, end))
     for run_mode, rank_scope in itertools.product(RUN_MODES, RANK_SCOPES):
         kind = "rank" if rank_scope == "global" else "local rank"
         row = {"runs": 0, "ids": "-", "groups": None, "writers": "refused: see the diagnostics", "error": None}
         try:
-            primary = primary_rank_of(info, run_mode, rank_scope, primary_rank)
             mode: RunMode = "new" if run_mode == "new" else "shared"  # the ids of "auto", where these may have no run
-            plans = [plan(rank, mode, rank_scope, base_id) for rank in (first, last)]
-            who = {"auto": f"{kind} {primary}", "shared": f"all {kind}s", "new": "each rank"}[run_mode]
+            plans = [plan(rank, mode, rank_scope, base_id) for rank in (info, last)]
+            who = {"auto": f"{kind} 0", "shared": f"all {kind}s", "new": "each rank"}[run_mode]
             row |= {
                 "runs": info.world_size if info and run_mode == "new" else 1 if rank_scope == "global" else workers,
                 "ids": _pattern(*(planned.run_id for planned in plans)),
@@ -150,34 +125,29 @@ def _examine(tracker: str | None, *, asks: bool) -> tuple[DistributedInfo | None
         tracker: The only tracker to examine; None for all trackers.
         asks: Whether to ask the servers.
     """
-    env, detection, error = RecordingEnv(os.environ), Detection(), None
+    env, info, error = RecordingEnv(os.environ), None, None
     try:
-        detection = examine(env)
+        info = examine(env).info
     except TopologyError as contradiction:
         error = str(contradiction)
-    info, pool, parent = detection.info, detection.pool, detection.parent
-    found = [*_check_job(info, error, env.read), *_check_store(info), *_check_directories(), *_check_mode()]
+    found = [*_check_job(info, error, env.read), *_check_mode()]
     # One process of a node asks the servers: thousands of requests at the same time could take them down.
     states = _trackers(tracker, asks and (info is None or info.local_rank in (0, None)), found)
     in_use = [state["name"] for state in states if state["is_chosen"] and state["version"] is not None]
     base_id, source = _base_id(info, in_use or [tracker or _DEFAULT], found)
+    plans = [] if error or (info is not None and info.rank > 0) else list(_runs(info, base_id or "{base}"))
+    found += [Diagnostic("warning", text) for text in dict.fromkeys(row["error"] for row in plans) if text]
     versions = {_OWN: installed_version(_OWN) or "not installed", "python": platform.python_version()}
     versions |= {name: version for name in _SHOWN if (version := installed_version(name)) is not None}
     versions |= {state["name"]: state["version"] for state in states if state["version"]}
     return info, {
         "schema": 1,
-        "detected": {
-            "job": None if info is None else dict(info),
-            "variables": env.read,
-            "error": error,
-            "pool": None if pool is None else {"name": pool.name, "reason": pool.reason},
-            "child_of": None if parent is None else parent.rank,
-        },
+        "detected": {"job": None if info is None else dict(info), "variables": env.read, "error": error},
         "base_id": {"base_id": base_id, "source": source},
         "trackers": states,
         "versions": versions,
-        "plans": [],
-        "diagnostics": sorted([*found, *_check_versions(versions)], key=lambda each: LEVELS.index(each.level)),
+        "plans": plans,
+        "diagnostics": sorted(found, key=lambda each: LEVELS.index(each.level)),
     }
 
 
@@ -185,13 +155,14 @@ def _check_job(info: DistributedInfo | None, error: str | None, variables: Mappi
     """Yield the problems of this process's place in its job; `error` is how the `variables` contradict each other."""
     if error is not None:
         yield Diagnostic("error", error, f"unset {' '.join(variables)}, or start with: {_START}")
-    elif info is not None:
-        yield from _check_rank(info)
-    else:
+    elif info is None:
         yield Diagnostic("note", "no launcher was detected: this process counts as the only one, and has a run", _START)
         if os.environ.get("SLURM_JOB_ID"):
             text = "SLURM_JOB_ID is set, and no step has several tasks: each process counts as the only one"
             yield Diagnostic("warning", text, "srun python train.py, in the sbatch script")
+    elif info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in os.environ and "LOCAL_RANK" not in os.environ:
+        text = f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node"
+        yield Diagnostic("warning", text, "torchrun train.py in each pod; or set LOCAL_RANK in each process")
 
 
 def _check_mode() -> Iterator[Diagnostic]:
@@ -200,23 +171,6 @@ def _check_mode() -> Iterator[Diagnostic]:
             yield Diagnostic("warning", f"{MODE}=disabled: no rank has a run", f"unset {MODE}")
     except ConfigError as error:
         yield Diagnostic("error", str(error), f"unset {MODE}")
-
-
-def _check_rank(info: DistributedInfo) -> Iterator[Diagnostic]:
-    if info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in os.environ and "LOCAL_RANK" not in os.environ:
-        text = f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node"
-        yield Diagnostic("warning", text, "torchrun train.py in each pod; or set LOCAL_RANK in each process")
-    if info.world_size > 1:
-        try:
-            primary_rank_of(info, "auto", "worker", 0)
-        except TopologyError as error:
-            yield Diagnostic("warning", str(error))
-
-
-def _check_directories() -> Iterator[Diagnostic]:
-    fix = "cd to another; or export WANDB_DIR=... PLUTO_DIR=... TRACKIO_DIR=..."
-    yield from check_directory(os.curdir, "warning", "the working directory, where trackers keep files", fix)
-    yield from check_directory("~", "warning", "the home directory, where caches are", "export HOME=/a/directory")
 
 
 def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[Diagnostic]) -> tuple[str | None, str]:
@@ -229,9 +183,10 @@ def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[
 
     env, chosen = os.environ, list[str]()
     for tracker in map(find_tracker, trackers):
-        variables = [name for name in tracker.run_id_variables if env.get(name)][:1]
-        found += [problem for name in variables for problem in _check_id(tracker, name, env[name])]
-        chosen += variables
+        for name in [name for name in tracker.run_id_variables if env.get(name)][:1]:
+            text = f"{name}={env[name]}: every job with this variable writes to the same runs"
+            found.append(Diagnostic("warning", text, f"unset {name}, unless you intend this"))
+            chosen.append(name)
     if chosen:
         return env[chosen[0]], chosen[0]
     if "FLYTE_INTERNAL_EXECUTION_ID" in env:
@@ -247,18 +202,6 @@ def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[
         text = f"{error} Only run_mode='auto' with rank_scope='global' works without one"
         found.append(Diagnostic("warning", text))
         return None, "id= of tracking_init"
-
-
-def _check_id(tracker: Tracker, name: str, value: str) -> Iterator[Diagnostic]:
-    """Yield what is wrong with an id from a variable. An exported id is the run of every job started afterwards."""
-    try:
-        tracker.check(TrackingConfig(id=value))
-    except ConfigError as error:
-        yield Diagnostic("error", f"{name}={value}: {error}", f"unset {name}, or choose another id")
-        return
-    if value not in map(os.environ.get, ("KONDUKTOR_JOB_NAME", "FLYTE_INTERNAL_EXECUTION_ID")):
-        text = f"{name}={value}: every job with this variable writes to the same runs"
-        yield Diagnostic("warning", text, f"unset {name}, unless you intend this")
 
 
 def _trackers(only: str | None, asks: bool, found: list[Diagnostic]) -> list[dict[str, Any]]:
@@ -279,35 +222,30 @@ def _trackers(only: str | None, asks: bool, found: list[Diagnostic]) -> list[dic
     installed = [name for name, (_, _, version) in examined.items() if version is not None]
     chosen = [name for name, (_, diagnosis, _) in examined.items() if diagnosis.is_chosen]
     meant = [only] if only else chosen or ([_DEFAULT] if _DEFAULT in installed else installed)
-    asked = {name: examined[name][1].reach for name in installed if asks and name in meant}
+    asked = {name: reach for name in installed if asks and name in meant and (reach := examined[name][1].reach)}
     with ThreadPoolExecutor() as pool:  # all at the same time
         answers = dict(zip(asked, pool.map(_answer, asked.values()), strict=True))
     states = []
     for name, (tracker, diagnosis, version) in examined.items():
-        install, answer = f"pip install {tracker.distribution or tracker.package}", answers.get(name)
-        state = {"name": name, "title": tracker.title, "version": version, "install": install}
-        state |= {key: getattr(diagnosis, key) for key in ("place", "credentials", "is_chosen")}
-        states.append({**state, "reachable": None if answer is None else answer == ""})
+        answer = answers.get(name)
+        state = {"name": name, "version": version, "reachable": None if answer is None else answer == ""}
+        states.append(state | {key: getattr(diagnosis, key) for key in ("place", "credentials", "is_chosen")})
         if name in meant and version is None:
             text = f"{tracker.title} is not installed{'' if only else ', but it is set up here'}"
-            found.append(Diagnostic(level, text, install))
+            found.append(Diagnostic(level, text, f"pip install {tracker.distribution or tracker.package}"))
         elif name in meant:
             found += [*diagnosis.diagnostics, *known_faults(tracker.package or name)]
         if answer:
             text = f"{tracker.title}: the server at {diagnosis.place} cannot be used: {answer}"
-            fix = (
-                "check its address and the network (a proxy by HTTPS_PROXY). While it is away, runs are in local files"
-            )
+            fix = "check its address, the key and the network (a proxy by HTTPS_PROXY)"
             found.append(Diagnostic("error", text, fix))
     if not installed and not only:
         found.append(Diagnostic("error", "no tracker is installed", f'pip install "{_OWN}[{_DEFAULT}]"'))
     return states
 
 
-def _answer(reach: Callable[[float], object] | None) -> str | None:
-    """Ask a server, if there is one. Return "" if it can be used, else the reason why not."""
-    if reach is None:
-        return None
+def _answer(reach: Callable[[float], object]) -> str:
+    """Ask a server. Return "" if it can be used, else the reason why not."""
     try:
         call_within(2 * _ANSWER_S, reach, _ANSWER_S)  # a server that sends a byte at times takes longer
     except Exception as error:
@@ -320,15 +258,6 @@ def _version_of(tracker: Tracker) -> str | None:
     if tracker.package is not None and find_spec(tracker.package) is None:
         return None
     return client_version(tracker.package or tracker.name)
-
-
-def _check_versions(installed: Mapping[str, str]) -> Iterator[Diagnostic]:
-    """Yield the installed packages that do not work together."""
-    for name in _OTHER_DECORATORS:
-        if name in installed:
-            text = f"{name} is installed: do not stack its decorators with these. They do not know of each other"
-            fix = "from flyteplugins_tracking.compat.wandb import wandb_init" if name.endswith("wandb") else ""
-            yield Diagnostic("note", text, fix)
 
 
 def _print(text: str) -> None:
@@ -346,7 +275,7 @@ def _masked(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(document: Mapping[str, Any]) -> str:
-    detected, base_id = document["detected"], document["base_id"]
+    detected = document["detected"]
     # Addresses and commands stay in one piece.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
     wrapper = textwrap.TextWrapper(width, "  ", "      ", break_long_words=False, break_on_hyphens=False)
@@ -354,7 +283,7 @@ def _as_text(document: Mapping[str, Any]) -> str:
     # If the variables contradict each other, no process knows its rank, and all print: only the error matters.
     if detected["error"] is None:
         runs = _table("run_mode rank_scope runs ids groups writers", document["plans"])
-        sections[f"Runs ({{base}} is {base_id['source']})"] = [*runs, *_roles(document["plans"], base_id["base_id"])]
+        sections[f"Runs ({{base}} is {document['base_id']['source']})"] = runs
         sections["Trackers"] = _table("name version place credentials reachable", document["trackers"])
         sections["Versions"] = [", ".join(f"{name} {version}" for name, version in document["versions"].items())]
     sections["Diagnostics"] = [line for entry in document["diagnostics"] for line in _lines(entry)]
@@ -364,7 +293,7 @@ def _as_text(document: Mapping[str, Any]) -> str:
 
 
 def _job(detected: Mapping[str, Any]) -> Iterator[str]:
-    job, pool, child_of = detected["job"], detected["pool"], detected["child_of"]
+    job = detected["job"]
     if detected["error"] is not None:
         yield "unknown: see the diagnostics"
     elif job is not None:
@@ -372,19 +301,9 @@ def _job(detected: Mapping[str, Any]) -> Iterator[str]:
         yield f"launcher   {job['launcher']}"
         yield f"place      {', '.join(f'{name} {value}' for name, value in known.items())}"
     else:
-        what = [f"a worker of {pool['name']}, since {pool['reason']}"] if pool else []
-        if child_of is not None:
-            what.append(f"rank {child_of} has started this process, which has a run of its own")
-        yield f"none: {'; '.join(what) or 'one process'}"
+        yield "none: one process"
     if detected["variables"]:
         yield "read from  " + " ".join(f"{name}={value}" for name, value in detected["variables"].items())
-
-
-def _roles(plans: Sequence[Mapping[str, Any]], base_id: str | None) -> Iterator[str]:
-    """Yield what a job needs here that shares a run with other jobs."""
-    if plans and plans[0]["writers"]:
-        which = "all of them pass the same id=" if base_id is None else f"all of them have the id {base_id}"
-        yield f"roles=[...]: other jobs join its run; role=...: {plans[0]['writers']} joins one; {which}"
 
 
 def _table(columns: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:

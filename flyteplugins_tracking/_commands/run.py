@@ -10,20 +10,19 @@ import builtins
 import functools
 import io
 import os
-import pkgutil
 import runpy
 import sys
 import threading
 from collections.abc import Callable
-from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from flyteplugins_tracking._commands.run_options import parsed
 from flyteplugins_tracking._util.threads import wait_as_at_exit
 from flyteplugins_tracking.errors import TrackingError
 
-# What Python itself calls for `-m`, directories and zip files. Its names have an underscore, and do not change.
+# What Python itself calls for `-m`. Its name has an underscore, and does not change.
 _RUNPY: Any = runpy
 
 
@@ -31,7 +30,7 @@ def main(arguments: list[str]) -> int:
     """Run the script, and return the exit status of the process if no exception ends it."""
     run, is_module, words = parsed(arguments)
     sys.argv = ["-m" if is_module else words[0], *words[1:]]
-    start = (_module if is_module else _script)(words[0])
+    start = functools.partial(_module if is_module else _script, words[0])
     has_begun = False
     try:
         with run:
@@ -69,13 +68,7 @@ def _show(error: BaseException) -> None:
         return
     frames = _of_script(error).__traceback__
     vars(sys).update(last_type=type(error), last_value=error, last_traceback=frames, last_exc=error)
-    try:
-        sys.excepthook(type(error), error, frames)
-    except Exception as wrong:
-        wrong.__context__ = None
-        for text, one in (("Error in sys.excepthook:", _of_script(wrong)), ("\nOriginal exception was:", error)):
-            sys.stderr.write(f"{text}\n")
-            sys.__excepthook__(type(one), one, one.__traceback__)
+    sys.excepthook(type(error), error, frames)
 
 
 def _of_script(error: BaseException) -> BaseException:
@@ -86,25 +79,17 @@ def _of_script(error: BaseException) -> BaseException:
     return error.with_traceback(frames)
 
 
-# What starts a script. Each finds it, so that nothing is opened for a misspelt name, and returns what runs it.
-
-
-def _module(name: str) -> Callable[[], object]:
+def _module(name: str) -> None:
     """As `python -m name`."""
     if not _is_safe():
         sys.path[0] = os.getcwd()
     _new_main()
-    return _found(_RUNPY._get_module_details, name) or (lambda: _RUNPY._run_module_as_main(name))
+    _RUNPY._run_module_as_main(name)
 
 
-def _script(path: str) -> Callable[[], object]:
-    """As `python path`: of a file, which may be a pipe, of a directory, of a zip file, or of "-"."""
+def _script(path: str) -> None:
+    """As `python path`: of a file, which may be a pipe, or of "-"."""
     file = "<stdin>" if path == "-" else os.path.join(os.getcwd(), path)
-    if pkgutil.get_importer(file) is not None:  # a directory or a zip file
-        sys.path[: 0 if _is_safe() else 1] = [file]
-        _new_main()
-        run = functools.partial(_RUNPY._run_module_as_main, "__main__", alter_argv=False)
-        return _found(_RUNPY._get_main_module_details) or run
     if not _is_safe():
         sys.path[0] = "" if path == "-" else os.path.dirname(os.path.realpath(path))
     try:
@@ -116,29 +101,10 @@ def _script(path: str) -> Callable[[], object]:
     except OSError as error:
         sys.stderr.write(f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}\n")
         sys.exit(2)
-    compiled = pkgutil.read_code(io.BytesIO(source))  # None if it is not
-    loader: Any = BuiltinImporter
-    if path != "-":
-        loader = (SourceFileLoader if compiled is None else SourcelessFileLoader)("__main__", file)
+    loader = BuiltinImporter if path == "-" else SourceFileLoader("__main__", file)
     names = vars(_new_main())
     names.update(__file__=file, __cached__=None, __loader__=loader)
-    return lambda: exec(compiled or compile(source, file, "exec", dont_inherit=True), names)  # noqa: S102
-
-
-def _found(find: Callable[..., object], *name: str) -> Callable[[], NoReturn] | None:
-    """Look for a module. Return what raises the error in its own code, if there is one: it is an error of the run."""
-    try:
-        find(*name, error=_RUNPY._Error)
-    except _RUNPY._Error as error:
-        sys.exit(f"{sys.executable}: {error}")
-    except BaseException as error:
-        failure = error
-
-        def fail() -> NoReturn:
-            raise failure
-
-        return fail
-    return None
+    exec(compile(source, file, "exec", dont_inherit=True), names)  # noqa: S102
 
 
 def _new_main() -> ModuleType:

@@ -10,9 +10,8 @@ import io
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -44,11 +43,6 @@ from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 from flyteplugins_tracking.trackers.wandb import sender
 
-# What the header of a run's journal has, with its types.
-_HEADER: Mapping[str, type | tuple[type, ...]] = {
-    **{"tracker": str, "id": str, "group": (str, type(None)), "primary": bool, "attempt": int},
-    **dict.fromkeys(("arguments", "run_metadata"), dict),
-}
 _LONGEST_ID = 200
 # How long ago a killed process of another machine has written a journal at least, in seconds.
 _WRITTEN_S = 120.0
@@ -62,17 +56,12 @@ def main(arguments: list[str]) -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="send what is there, and end: the default")
     how.add_argument("--watch", action="store_true", help="stay, and send what runs of W&B log, while they log it")
-    parser.add_argument(
-        "--interval", type=_seconds, default=15.0, metavar="S", help="with --watch: seconds between looks"
-    )
+    parser.add_argument("--interval", type=float, default=15.0, metavar="S", help="with --watch: seconds between looks")
     killed_help = "with --watch: seconds after its last sign of life when a run's process counts as killed"
-    parser.add_argument("--killed-after", type=_seconds, default=120.0, metavar="S", help=killed_help)
+    parser.add_argument("--killed-after", type=float, default=120.0, metavar="S", help=killed_help)
     until_help = "with --watch: end when no run is open and all is sent"
     parser.add_argument("--until-done", action="store_true", help=until_help)
-    try:
-        given = parser.parse_args(arguments)
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    given = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of directories may have characters that its encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["WANDB_MODE"] = "online"  # that of the jobs may be set here too
@@ -84,19 +73,12 @@ def main(arguments: list[str]) -> int:
         found, failed = Found(given.directories), list[str]()
         for text in chain(found.texts, _send(list(found.runs.values()), failed)):
             sys.stdout.write(f"{printable(text)}\n")
-        if problems := [*failed, *found.away.values(), *found.left_out()]:
+        if problems := [*failed, *found.away.values()]:
             raise TrackerUnavailableError("\n".join(problems))
     except (TrackingError, ValueError, OSError) as error:
         sys.stderr.write(f"cannot send: {printable(str(error))}\n")
         return 1
     return 0
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < threading.TIMEOUT_MAX:
-        raise ValueError(text)
-    return value
 
 
 def _send(paths: Sequence[Path], failed: list[str]) -> Iterator[str]:
@@ -122,7 +104,7 @@ def send_directory(directory: Path) -> str:
         TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.
         ValueError: `directory` is not that of a run.
     """
-    journals = _journals_in(directory)
+    journals = stored(directory)
     if any(journal.is_open() or _may_be_written_elsewhere(journal) for journal in journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}, or was just now: wait for its end")
     is_begun = is_own_file(directory / SENT)
@@ -157,14 +139,16 @@ def _may_be_written_elsewhere(journal: StoredJournal) -> bool:
 
 
 def _require_sendable(directory: Path, journals: Iterable[StoredJournal]) -> None:
-    """Refuse journals of a server that is not set up here, and of a third party's tracker.
+    """Refuse journals of a server that is not set up here, of a third party's tracker, or without a usable id.
 
-    One that the job's variables named may have another address here: then this process has a variable too.
+    A server that the job's variables named may have another address here: then this process has a variable too.
 
     Raises:
         TrackerUnavailableError: There is one.
+        ConfigError: An id cannot be that of a run.
     """
     for journal in journals:
+        check_run_id("id", journal.header["id"], longest=_LONGEST_ID)
         of_job = journal.header.get("servers")
         named = of_job if isinstance(of_job, dict) else {}
         missing = {one: str(address) for one, address in named.items() if not os.environ.get(one)}
@@ -181,22 +165,6 @@ def _remove_empty(directory: Path) -> None:
         if not journal.is_open() and not any(True for _ in journal.entries()):
             journal.remove()
     remove_torn(directory)
-
-
-def _journals_in(directory: Path) -> list[StoredJournal]:
-    """Return the journals of a run.
-
-    Raises:
-        ValueError: One is not that of a run.
-    """
-    journals = []
-    for journal in stored(directory):
-        header = journal.header
-        if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
-            raise ValueError(f"{journal.path} does not say which run it is of")
-        check_run_id("id", header["id"], longest=_LONGEST_ID)
-        journals.append(journal)
-    return journals
 
 
 def _attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:

@@ -42,7 +42,7 @@ _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 _OF_OTHERS = (
     "runs of MLflow, Pluto and Trackio are not watched. Send them when the attempt has ended, for instance from cron"
 )
-_printing, _loading = register(OwnLock()), register(OwnLock())
+_loading = register(OwnLock())
 
 
 class WatchedRun:
@@ -67,8 +67,9 @@ class WatchedRun:
         self._seen: object = None
         self._sign_at = 0.0
 
-    def look(self, killed_s: float) -> None:
+    def look(self, directories: list[Path], killed_s: float) -> None:
         """See whether its writer lives. It is killed so many seconds after its last sign of life."""
+        self.directories = directories
         files = [path for one in self.directories for glob in ("*.wandb", f"*{SUFFIX}") for path in one.glob(glob)]
         seen = [(path, (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
         is_held = any(StoredJournal({}, path).is_open() for path in files if path.name.endswith(SUFFIX))
@@ -87,7 +88,7 @@ class WatchedRun:
                 self.require_usable()
             text = self._send()
             if text or (self.opened is not None and not was_open):
-                self._say(text or "is open: what it logs is sent")
+                _print(f"{self.name}: {text or 'is open: what it logs is sent'}")
             self.error, self.is_refused = "", False
         except Exception as error:  # the others go on
             if isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(self.directories[0])):
@@ -95,7 +96,7 @@ class WatchedRun:
             kind = "" if isinstance(error, (TrackingError, ValueError)) else f"{type(error).__name__}: "
             text = f"not sent: {kind}{first_line(error)}"
             if text != self.error:
-                self._say(text)
+                _print(f"{self.name}: {text}")
             is_of_disk = any(getattr(one, "errno", None) in _LASTING for one in causes(error))
             self.error = text
             self.is_refused = is_of_disk or not getattr(error, "is_outage", not isinstance(error, ValueError))
@@ -166,9 +167,6 @@ class WatchedRun:
         """Whether an attempt of the job writes it that has the service, and sends what others have left."""
         return not all(map(wandb_files.is_offline, self.directories))
 
-    def _say(self, text: str) -> None:
-        _print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}\n")
-
 
 class Watcher:
     """Looks at the runs of directories.
@@ -177,9 +175,6 @@ class Watcher:
         runs: Those that are not sent, by their names and projects.
     """
 
-    _is_whole = True  # whether nothing of a run that was left was refused
-    _problems: Sequence[str] | None = None  # of the directories, at the last look
-
     def __init__(self, paths: Sequence[Path], killed_s: float) -> None:
         """Take the directories.
 
@@ -187,8 +182,10 @@ class Watcher:
             TrackerUnavailableError: Another process watches one of them.
             OSError: One cannot be locked.
         """
-        self._locks = [hold(path) for path in paths]
+        for path in paths:
+            hold(path)
         self._away: dict[Path, str] = {}  # what cannot be looked at now, with the reason
+        self._problems, self._said = list[str](), list[str]()  # at the last look
         self.runs: dict[tuple[str, str], WatchedRun] = {}
         self._paths, self._watched = paths, [path.resolve() for path in paths]
         self._killed_s = killed_s
@@ -203,20 +200,21 @@ class Watcher:
         found = self._find()
         _require_directories([path for path in self._paths if path not in self._away])  # what has vanished has no runs
         for key in [key for key, run in self.runs.items() if not (key in found or run.is_busy or self._away)]:
-            run = self.runs.pop(key)
-            self._of_open.submit(run.let_go)
-            self._is_whole = self._is_whole and not run.is_refused
+            self._of_open.submit(self.runs.pop(key).let_go)
         for key, paths in found.items():
             run = self.runs.setdefault(key, WatchedRun(key[0], self._watched))
             if run.is_busy:
                 continue
-            run.directories = paths
             with suppress(ValueError, OSError):  # it goes just now
-                run.look(self._killed_s)
-            run.doing = (self._of_open if run.is_written or run.opened else self._of_ended).submit(run.act)
+                run.look(wandb_files.in_order(paths), self._killed_s)
+            if run.directories:
+                run.doing = (self._of_open if run.is_written or run.opened else self._of_ended).submit(run.act)
 
     def _find(self) -> dict[tuple[str, str], list[Path]]:
-        """Return what is to be sent of each run, in its order. What cannot be looked at now is looked at again."""
+        """Return what is to be sent of each run. What cannot be looked at now is looked at again.
+
+        Says once which directories have no run, or are another user's; and each problem when it comes.
+        """
         looked = Found(self._paths, is_watched=True)
         self._away = looked.away
         found: dict[tuple[str, str], list[Path]] = {}
@@ -229,25 +227,12 @@ class Watcher:
                     found.setdefault((_name_of(path), wandb_files.project_of(path)), []).append(path)
                 else:
                     of_others.append(f"{_OF_OTHERS}: {how_to_send(str(path))}")
-        in_order: dict[tuple[str, str], list[Path]] = {}
-        for key, paths in found.items():
-            with noting(self._away, paths[0]):
-                in_order[key] = wandb_files.in_order(paths)
-        self._tell(looked.texts, [*self._away.values(), *looked.left_out(), *of_others])
-        return in_order
-
-    def _tell(self, texts: Sequence[str], problems: Sequence[str]) -> None:
-        """Say once which directories have no run, or are another user's; and each problem when it comes."""
-        known = self._problems or ()
-        texts = [*(texts if self._problems is None else ()), *(text for text in problems if text not in known)]
-        self._problems = problems
-        for text in texts:
-            _print(f"{time.strftime('%H:%M:%S')} {text}\n")
-
-    def release(self) -> None:
-        """Leave the directories to other processes."""
-        for lock in self._locks:
-            lock.release()
+        self._problems = [*self._away.values(), *of_others]
+        known, self._said = self._said, [*looked.texts, *self._problems]
+        for text in self._said:
+            if text not in known:
+                _print(text)
+        return found
 
     @property
     def is_done(self) -> bool:
@@ -258,7 +243,7 @@ class Watcher:
     @property
     def is_all_sent(self) -> bool:
         """Whether everything that there was is sent."""
-        return self._is_whole and not (self.runs or self._problems)
+        return not (self.runs or self._problems)
 
 
 def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_done: bool) -> NoReturn:
@@ -279,18 +264,14 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
     for path in paths:
         require_unwatched(path)
     watcher = Watcher(paths, killed_s)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end_process)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends at once, wherever it waits, as at a SIGTERM: nothing is lost
     exit_code = 1
     try:
         while True:
             watcher.look()
-            if until_done and watcher.is_done:
-                break
             time.sleep(interval_s)
             if until_done and watcher.is_done:  # what is refused is tried again at each look
                 break
-        watcher.release()
         exit_code = int(not watcher.is_all_sent)
     except (TrackingError, ValueError) as error:
         sys.stderr.write(f"cannot send: {printable(str(error))}\n")
@@ -306,13 +287,6 @@ def _require_directories(paths: Sequence[Path]) -> None:
             raise ValueError(f"{path} is not a directory")
 
 
-def _end_process(number: int, _: object) -> None:
-    """End at once, whatever is under way and wherever it waits: the next one sends it."""
-    with suppress(OSError):
-        os.write(1, f"ended by {signal.Signals(number).name}\n".encode())
-    os._exit(128 + number)
-
-
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
     return datastore.description(directory) is not None and wandb_files.Attempt.at(directory).first is not None
@@ -325,8 +299,8 @@ def _name_of(directory: Path) -> str:
 
 
 def _print(text: str) -> None:
-    """Print a line. Nothing, if nobody reads."""
-    with _printing.lock, suppress(OSError):
+    """Print a line, with the time. Nothing, if nobody reads."""
+    with suppress(OSError):
         if sys.stdout is not None:
-            sys.stdout.write(printable(text))
+            sys.stdout.write(printable(f"{time.strftime('%H:%M:%S')} {text}\n"))
             sys.stdout.flush()

@@ -34,7 +34,7 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         place: Where runs go: an address without credentials, or a directory.
-        credentials: Where a key was found, and its length: a `Key` as a string.
+        credentials: Where a key was found, as a variable or a file.
         is_chosen: Whether this tracker is set up here: by a key, a server or another variable.
         reach: Asks the server, without a key, within the seconds that it is called with. It raises an error that says
             why the server cannot be used. None if there is no server.
@@ -48,30 +48,15 @@ class Diagnosis(NamedTuple):
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-class Key(NamedTuple):
-    """A key that was found. As a string, it shows no part of it.
-
-    Attributes:
-        place: Where it was found: a variable or a file.
-        value: The key; empty for a token of another kind, which has no length worth showing.
-    """
-
-    place: str
-    value: str
-
-    def __str__(self) -> str:
-        return f"{self.place} ({len(self.value)} characters)" if self.value else self.place
-
-
-def find_key(*variables: str, elsewhere: Mapping[str, str | None]) -> Key | None:
-    """Return the first key; None if there is none.
+def find_key(*variables: str, elsewhere: Mapping[str, object]) -> str | None:
+    """Return where a key is; None if there is none.
 
     Args:
         *variables: The variables that may hold a key.
-        elsewhere: What was found in other places, by the place: None where nothing was.
+        elsewhere: What was found in other places, by the place: anything false where nothing was.
     """
-    found = {**{name: os.environ.get(name) or None for name in variables}, **elsewhere}
-    return next((Key(place, value) for place, value in found.items() if value is not None), None)
+    found = {**{name: os.environ.get(name) for name in variables}, **elsewhere}
+    return next((place for place, value in found.items() if value), None)
 
 
 def settings_of(path: str, section: str) -> dict[str, str]:
@@ -86,9 +71,7 @@ def settings_of(path: str, section: str) -> dict[str, str]:
     return {}
 
 
-def server(
-    service: str, url: str, answer: str, *, data: bytes | None = None, keys: str = ""
-) -> Callable[[float], None]:
+def server(service: str, url: str, answer: str, *, data: bytes | None = None) -> Callable[[float], None]:
     """Return a function for `Diagnosis.reach`, which sends one request without credentials.
 
     Args:
@@ -97,7 +80,6 @@ def server(
         answer: The regular expression of such a server's answers: the status, a space and the text. A proxy answers for
             a server that has failed, with a status from 500 on.
         data: The body of a POST; None for a GET.
-        keys: The variables that a server needs which refuses a request without a key; empty if one is set.
 
     Returns:
         A function that raises a ConnectionError: the server does not answer, or not as it should.
@@ -119,8 +101,6 @@ def server(
             raise ConnectionError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
         with response:
             text = f"{response.status} {response.read(_MOST_BYTES).decode(errors='replace')}"
-        if response.status in (401, 403) and keys:
-            raise ConnectionError(f"it wants credentials (HTTP {response.status}): set {keys}")
         if not re.match(answer, text, re.DOTALL):
             raise ConnectionError(f"it answers HTTP {response.status}, and not as {service} server does")
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import py_compile
 import sqlite3
 import subprocess
 import sys
-import zipapp
 from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
@@ -76,12 +74,9 @@ end()
     [
         ("file", "./sub/../script.py"),
         ("module", "script"),
-        ("directory", "package"),
         ("-", "-"),
         ("link", "link.py"),
         ("package", "package"),
-        ("zip file", "script.pyz"),
-        ("compiled", "script.pyc"),
     ],
 )
 def test_a_script_of_each_form_sees_what_it_sees_without_the_command(tmp_path, form, name):
@@ -91,11 +86,9 @@ def test_a_script_of_each_form_sees_what_it_sees_without_the_command(tmp_path, f
     for path in ("script.py", "sub/linked.py", "package/__main__.py"):
         (tmp_path / path).write_text(SEEN)
     (tmp_path / "link.py").symlink_to("sub/linked.py")
-    zipapp.create_archive(tmp_path / "package", tmp_path / "script.pyz")
-    py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "script.pyc"))
     words = [*(["-m"] if form in ("module", "package") else []), name, "--", "--x", "-m"]
     assert "'--', '--x', '-m'" in as_python(tmp_path, *words, text=SEEN if form == "-" else "")
-    if form in ("link", "module", "directory"):
+    if form in ("link", "module"):
         before = (("-P",) if sys.version_info >= (3, 11) else ("-I",)) if form != "module" else ()
         as_python(tmp_path, *words, options=before, PYTHONSAFEPATH="1" if form != "module" else "")
 
@@ -168,7 +161,6 @@ def test_two_dashes_behind_the_script_are_dropped_under_torchrun_as_torchrun_doe
         "sys.exit(['a', 'list'])",
         "sys.excepthook = lambda *error: print('shown by', *error[:2], error[2].tb_lineno); 1 / 0",
         "sys.excepthook = lambda *_: sys.exit(4); 1 / 0",
-        "sys.excepthook = lambda *_: {}['a key']; 1 / 0",
     ],
 )
 def test_a_script_ends_and_tells_why_as_without_the_command(tmp_path, end):
@@ -182,11 +174,8 @@ def test_a_script_ends_and_tells_why_as_without_the_command(tmp_path, end):
 
 @pytest.mark.sampled_full(2)
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "words", [["wrong.py"], ["nothing.py"], ["empty"], ["-m", "nothing"], ["-m", "package.nothing"]]
-)
+@pytest.mark.parametrize("words", [["wrong.py"], ["nothing.py"], ["-m", "nothing"], ["-m", "package.nothing"]])
 def test_a_script_that_is_not_there_is_told_as_python_tells_it(tmp_path, words):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "wrong.py").write_text("x = (")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -260,11 +249,12 @@ def test_what_is_misspelt_opens_no_run_and_is_told_in_the_words_of_the_command(t
     Path("script.py").write_text("print('ran')")
     for words, message in MISSPELT:
         with subtests.test(message):
-            with pytest.raises(SystemExit) as ended:
-                command.main(words)
-            told = (str(ended.value) if isinstance(ended.value.code, str) else "") + capfd.readouterr().err
-            assert message in told
-            assert ended.value.code not in (None, 0)
+            try:
+                status = command.main(words)
+            except SystemExit as ended:  # of the options
+                status = ended.code
+            assert message in capfd.readouterr().err
+            assert status in (1, 2)
             assert os.listdir(tmp_path) == ["script.py"]
 
 

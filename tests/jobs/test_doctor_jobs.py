@@ -59,7 +59,7 @@ def test_rank_0_prints_the_report_of_a_job_and_another_rank_its_error(tmp_path):
     done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY})
     assert done.returncode == 1
     assert done.output.count("run_mode") == done.output.count("launcher   torchelastic") == 1, done.output
-    assert "WANDB_API_KEY (40 characters)" in " ".join(done.output.split())  # a long path in its table breaks lines
+    assert "WANDB_API_KEY -" in " ".join(done.output.split())  # a long path in its table breaks lines
     assert "rank 1: error: W&B: there is no API key" in done.output
     assert done.output.count("there is no API key") == 1
     assert "new       worker      2     {base}-worker-0-rank-{0..1}" in done.output

@@ -130,14 +130,10 @@ def test_what_is_left_out_below_a_directory_is_named(tmp_path, capsys, monkeypat
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     assert main([str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert f"{tmp_path} has no rows, and nothing to send: looked for runs there and below, in 2 directories" in output
-    assert "The local databases of MLflow and Trackio are not sent" in output
-    assert f"left out, as another user's or not to be read: {tmp_path / 'theirs'}" in output
-    kept_run(tmp_path.joinpath("deep", *"123456789", "run"), "trackio")
-    assert main([str(tmp_path)]) == 1
-    assert f"too deep or too many, and were not looked at: name them, or those of their runs: {tmp_path}" in (
-        capsys.readouterr().err
+    assert (
+        f"{tmp_path} has no rows, and nothing to send. The local databases of MLflow and Trackio are not sent" in output
     )
+    assert f"left out, as another user's or not to be read: {tmp_path / 'theirs'}" in output
 
 
 def test_a_run_that_the_bare_client_may_still_write_is_not_sent_unless_it_is_named(tmp_path):
@@ -155,7 +151,7 @@ def test_a_run_that_the_bare_client_may_still_write_is_not_sent_unless_it_is_nam
         assert len(server.run("run-0").rows) == 5
     assert (below.returncode, named.returncode) == (1, 0), below.output + named.output
     assert "another is not a directory" in below.output
-    assert "these runs have no end, and were written to just now: send them later, or name them" in below.output
+    assert f"wandb/{directory.name} has no end, and was written to just now: send it later, or name it" in below.output
 
 
 @pytest.mark.full
@@ -318,9 +314,7 @@ def test_the_command_sets_the_variables_of_the_servers_that_arguments_name(argum
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "changes", [{"id": "../../x"}, {"id": 5}, {"attempt": "x"}, {"arguments": []}, {"run_metadata": None}]
-)
+@pytest.mark.parametrize("changes", [{"id": "../../x"}, {"id": 5}, {"arguments": []}, {"run_metadata": None}])
 def test_a_header_that_names_no_run_is_refused_in_words(tmp_path, capsys, changes):
     assert main([str(kept_run(tmp_path / "kept", "trackio", **changes))]) == 1
     assert "cannot send: " in capsys.readouterr().err

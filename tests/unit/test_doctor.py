@@ -142,13 +142,6 @@ def world(ranks: int, ranks_of_worker: int, workers: int) -> dict[str, str]:
     return {**LAUNCHERS["env"], **{name: str(size) for name, size in sizes.items()}}
 
 
-def test_the_runs_say_who_writes_in_a_run_with_other_jobs(ask):
-    _, out, _ = ask("--offline", **world(4, 2, 2))
-    assert "roles=[...]: other jobs join its run; role=...: rank 0 joins one; all of them pass the same id=" in out
-    _, out, _ = ask("--offline", WANDB_RUN_ID="grpo-42", WANDB_MODE="offline")
-    assert "role=...: rank 0 joins one; all of them have the id grpo-42" in out
-
-
 def test_the_plan_of_each_mode_and_scope_is_for_this_world(ask):
     workers, group = "{base}-worker-{0..1}", "{base}"
     assert plans_of(ask("--json", "--offline", **world(8, 4, 2))[1]) == [
@@ -161,11 +154,7 @@ def test_the_plan_of_each_mode_and_scope_is_for_this_world(ask):
     ]
 
 
-def test_the_plan_is_for_the_primary_and_the_id_that_are_asked_for_and_for_workers_of_any_size(ask):
-    rows = plans_of(ask("--json", "--offline", "--primary-rank=-1", **world(8, 4, 2))[1])
-    assert [writers for *_, writers in rows[:2]] == ["rank 7", "local rank 3"]
-    _, out, _ = ask("--json", "--offline", "--primary-rank=4", **world(8, 4, 2))
-    assert [row["error"] is None for row in json.loads(out)["plans"][:2]] == [True, False]
+def test_the_plan_is_for_the_id_that_is_asked_for_and_for_workers_of_any_size(ask):
     variables = {**world(11, 3, 3), "WANDB_RUN_ID": "b-7"}  # the other two workers share 8 ranks
     _, out, _ = ask("--json", "--offline", **variables)
     assert plans_of(out)[1] == (3, "b-7-worker-{0..2}", "b-7", "local rank 0")
@@ -198,10 +187,8 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     ),
     "no key": ({"WANDB_PROJECT": "p"}, "error", "there is no API key: WANDB_API_KEY is not set"),
     "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "error", "spaces or a line end around it"),
-    "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' contains /"),
     "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
-    "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
     "a pod": (
         LAUNCHERS["kubeflow"],
@@ -311,8 +298,12 @@ def test_a_key_is_never_printed(ask, tmp_path, monkeypatch, place, form):
     _, out, err = ask(*form, **variables)
     for part in (CANARY, CANARY[:8], CANARY[-4:], base64.b64encode(CANARY.encode()).decode()[:8]):
         assert part not in out + err
-    count = " ".join(out.split()).count(f"({len(CANARY)} characters)")
-    assert count == {"files": 3, "variables": 3, "addresses": 1}[place]
+    shown = {
+        "files": [".netrc", "keyring_pass.cfg", ".mlflow/credentials"],
+        "variables": [*BY_VARIABLES][:3],
+        "addresses": ["TRACKIO_SERVER_URL"],
+    }
+    assert [name for name in shown[place] if name not in " ".join(out.split())] == []
 
 
 def test_what_looks_like_a_key_or_a_password_is_redacted_and_the_documents_keys_are_not(ask):
@@ -346,10 +337,10 @@ def test_the_source_of_a_key_is_shown(ask, tmp_path):
     store_keys(tmp_path, KEY)
     _, out, _ = ask("--json", "--offline", TRACKIO_SERVER_URL="http://x?write_token=12345")
     assert {state["name"]: state["credentials"] for state in json.loads(out)["trackers"]} == {
-        "wandb": f"{tmp_path}/.netrc (40 characters)",
-        "pluto": f"{tmp_path}/.local/share/python_keyring/keyring_pass.cfg (40 characters)",
-        "mlflow": f"{tmp_path}/.mlflow/credentials (40 characters)",
-        "trackio": "TRACKIO_SERVER_URL (5 characters)",
+        "wandb": f"{tmp_path}/.netrc",
+        "pluto": f"{tmp_path}/.local/share/python_keyring/keyring_pass.cfg",
+        "mlflow": f"{tmp_path}/.mlflow/credentials",
+        "trackio": "TRACKIO_SERVER_URL",
     }
 
 
@@ -455,12 +446,6 @@ def test_a_rank_prints_its_problems_with_its_number_before_each_line(ask, monkey
     (line,) = out.splitlines()  # one document a rank
     document = json.loads(line)
     assert (status, document["ok"], document["detected"]["job"]["rank"], document["plans"]) == (1, False, 1, [])
-
-
-def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):
-    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
-    assert status == 1
-    assert "the agents of 2 nodes share no reachable store" in diagnostics(out, "error")
 
 
 @pytest.mark.parametrize(

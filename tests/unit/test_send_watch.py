@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 from support.waiting import wait_until
 
 from flyteplugins_tracking._commands import send
-from flyteplugins_tracking._commands import watch as watching
 from flyteplugins_tracking._commands.watch import WatchedRun, Watcher
 from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.wandb import attempts, vendor
@@ -75,16 +72,6 @@ def look(watcher: Watcher, times: int = 1) -> None:
 
 def look_until_done(watcher: Watcher) -> None:
     wait_until(lambda: look(watcher) or watcher.is_done)
-
-
-def test_directories_that_are_too_deep_are_told_and_are_not_all_sent(tmp_path, watcher, capsys):
-    (tmp_path / "/".join("abcdefghijkl")).mkdir(parents=True)
-    look(watcher, 2)
-    assert watcher.is_done
-    assert not watcher.is_all_sent
-    output = capsys.readouterr().out
-    assert output.count("too deep") == 1
-    assert output.count("has no rows, and nothing to send") == 1
 
 
 def test_a_run_of_another_tracker_is_told_once_and_is_left_to_send(tmp_path, sent, watcher, capsys):
@@ -207,16 +194,3 @@ def test_runs_that_are_opened_at_once_use_the_server_that_is_set_up(tmp_path, mo
         for _ in range(2):
             pool.submit(run.require_usable)
     assert servers == ["https://own", "https://own"]
-
-
-def test_sigterm_ends_it_at_once_wherever_it_waits(capfd):
-    """Also when a disk or a service does not answer, and when another thread prints."""
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGTERM, watching._end_process)
-        watching._printing.lock.acquire()
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        time.sleep(600)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
-    assert "ended by SIGTERM" in capfd.readouterr().out

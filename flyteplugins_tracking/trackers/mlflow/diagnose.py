@@ -17,7 +17,7 @@ _DEFAULT = "sqlite:///mlflow.db"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SERVE = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
 # https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py
-_VERSION = r"40[13] |200 \s*\d+\.\d+\S*\s*$"
+_VERSION, _REFUSAL = r"200 \s*\d+\.\d+\S*\s*$", r"40[13] "
 
 
 def diagnose() -> Diagnosis:
@@ -26,18 +26,18 @@ def diagnose() -> Diagnosis:
     uri = variable or _DEFAULT
     place, file = without_credentials(uri), os.path.expanduser("~/.mlflow/credentials")
     elsewhere = {
-        "MLFLOW_TRACKING_URI": "" if has_credentials(uri) else None,
+        "MLFLOW_TRACKING_URI": has_credentials(uri),
         file: diagnostics.settings_of(file, "mlflow").get("mlflow_tracking_password"),
     }
     key = diagnostics.find_key("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", elsewhere=elsewhere)
     setting = f"MLFLOW_TRACKING_URI={place}" if variable else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
-    names = "" if key else "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    answer = f"{_REFUSAL}|{_VERSION}" if key else _VERSION  # the question has no key
     is_http = uri.lower().startswith(("https://", "http://"))
     return Diagnosis(
         place=place,
-        credentials=key and str(key),
+        credentials=key,
         is_chosen=bool(variable or key),
-        reach=diagnostics.server("an MLflow", f"{place}/version", _VERSION, keys=names) if is_http else None,
+        reach=diagnostics.server("an MLflow", f"{place}/version", answer) if is_http else None,
         diagnostics=tuple(_of_place(uri, place, f"MLflow: {setting}")),
     )
 

@@ -104,7 +104,7 @@ class PlutoTracker(Tracker):
             problems.append(Diagnostic("error", f"Pluto: {text}", fix))
         return Diagnosis(
             place=address,
-            credentials=key and str(key),
+            credentials=key,
             is_chosen=key is not None or any(servers.values()),
             # The client's first request: it asks for the key's owner.
             reach=diagnostics.server("a Pluto", f"{address}/api/slug", "(200|400|401|403) ", data=b""),

@@ -101,7 +101,7 @@ class TrackioTracker(Tracker):
         fix = f"export {name}=..., or secret= of tracking_init; `trackio show` prints it"
         return Diagnosis(
             place=address,
-            credentials=key and str(key),
+            credentials=key,
             is_chosen=True,
             reach=server("a Trackio", f"{address}/version", '200 .*"api_version"'),
             diagnostics=() if key else (Diagnostic("error", text, fix),),

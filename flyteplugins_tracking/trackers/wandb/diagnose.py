@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Key
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import vendor
 
@@ -35,7 +35,7 @@ def diagnose() -> Diagnosis:
     address, is_online = without_credentials(server), mode not in _NOT_ONLINE
     netrc_file = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
     elsewhere = {
-        "WANDB_IDENTITY_TOKEN_FILE": "" if os.environ.get("WANDB_IDENTITY_TOKEN_FILE") else None,
+        "WANDB_IDENTITY_TOKEN_FILE": os.environ.get("WANDB_IDENTITY_TOKEN_FILE"),
         netrc_file: _netrc_key(netrc_file, urlsplit(address).netloc),
         "W&B's settings file": stored.get("api_key"),
     }
@@ -43,7 +43,7 @@ def diagnose() -> Diagnosis:
     url, is_wandb = f"{address}/graphql", r'[1-4]\d\d \s*{.*"(data|errors)"\s*:'
     return Diagnosis(
         place=address if is_online else f"{'nowhere' if mode == 'disabled' else directory} ({mode})",
-        credentials=key and str(key),
+        credentials=key,
         is_chosen=key is not None or any(name.startswith("WANDB_") for name in os.environ),
         reach=diagnostics.server("a W&B", url, is_wandb, data=_VIEWER) if is_online else None,
         diagnostics=(*_of_key(key, is_online), *_of_files(mode, directory)),
@@ -59,7 +59,7 @@ def _netrc_key(file: str, host: str) -> str | None:
     return None
 
 
-def _of_key(key: Key | None, is_online: bool) -> Iterator[Diagnostic]:
+def _of_key(key: str | None, is_online: bool) -> Iterator[Diagnostic]:
     if key is None and is_online:
         fix = "wandb login, or export WANDB_API_KEY=..., or secret= of tracking_init; or WANDB_MODE=offline"
         yield Diagnostic("error", "W&B: there is no API key: WANDB_API_KEY is not set, and netrc has none", fix)
