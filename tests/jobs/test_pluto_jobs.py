@@ -77,13 +77,6 @@ def test_only_the_primary_sends_the_config_the_name_the_tags_and_the_status(rank
     assert run.metadata["process"]
 
 
-def test_other_ranks_may_not_change_the_config_and_the_tags(ranks):
-    server, _, told = ranks
-    assert [told[rank]["refused"] for rank in range(RANKS)] == [[], ["ConfigError", "ConfigError"]]
-    assert server.run(JOB_NAME).config["of"] == 0
-    assert {"tag", "of-0"} <= set(server.run(JOB_NAME).tags)
-
-
 def test_a_new_key_is_registered_and_does_not_hold_up_its_row(ranks):
     server, _, _ = ranks  # where all rows were logged before the first key was registered
     names = server.run(JOB_NAME).names
@@ -158,12 +151,10 @@ def test_noop_needs_no_server(singles):
 
 
 @pytest.mark.full
-def test_an_ignored_name_warns(singles):
-    server, done, told = singles
+def test_a_run_that_exists_keeps_its_name_and_goes_on(singles):
+    server, _, told = singles
     assert told["named again"]["id"] == "again"
     assert (server.run("again").name, len(server.run("again").creates)) == ("first", 2)
-    assert done.output.count("is ignored where run again") == 1
-    assert "name='second' is ignored" in done.output
     assert [point.value for point in server.run("again").charted["x"].values()] == [1, 1]  # at steps 1 and 2
 
 
@@ -355,16 +346,3 @@ print(json.dumps(calls))
     for name, parameters in json.loads(done.stdout).items():
         ours = list(inspect.signature(getattr(Queue, name)).parameters)
         assert ours == parameters or ours[-1] == "record", name
-
-
-@pytest.mark.full
-def test_a_run_that_is_cancelled_at_the_service_lets_its_loop_save_and_return(tmp_path):
-    with PlutoServer() as server:
-        job = jobs.start([sys.executable, SCRIPT, "cancelled"], tmp_path, pluto_environment(server))
-        server.wait_for(lambda: server.runs and server.run("cancelled").lines)
-        server.run("cancelled").cancel_requested = True
-        done = jobs.finish(job, tmp_path)
-        assert done.returncode == 0, done.output
-        assert (tmp_path / "saved").exists()
-        assert server.run("cancelled").statuses == ["COMPLETED"]
-        assert server.run("cancelled").config["stop/reason"] == "pluto"

@@ -11,12 +11,12 @@ import shutil
 import signal
 import sys
 import time
-from concurrent.futures import Future, wait
-from threading import Thread
+from threading import Event
 from typing import Any
 
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.text import first_line
+from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -74,7 +74,6 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
                 is_outage=not isinstance(error, PermissionError),
             ) from error
         raise
-    _warn_about_ignored_name(op, request)
     if request.plan.primary:
         client.warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(client.run_config(request)))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
@@ -191,45 +190,31 @@ def _check_status(status: int, limit: str) -> None:
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
-    """Call `_init` in a thread. A run that opens after the deadline is ended again.
+    """Call `_init` in a thread. A run that opens when nobody waits for it anymore is ended again.
 
     Raises:
         UnavailableError: The run was not open before the deadline.
     """
-    outcome: Future[Any] = Future()
+    is_left = Event()
 
-    def open_run() -> None:
-        try:
-            outcome.set_result(_init(request, settings))
-        except BaseException as error:  # for the thread that waits
-            outcome.set_exception(error)
+    def open_run() -> Any:
+        op = _init(request, settings)
+        if is_left.is_set():
+            end_op(op, request, 1 if request.config.if_unavailable == "raise" else None)
+            remove_directory(settings.dir)
+        return op
 
-    opening = Thread(target=open_run, name="flyteplugins_tracking.pluto", daemon=True)
-
-    def end(exit_code: int | None, limit_s: float) -> None:
-        """End the run, now or when it is open: nobody waits for it."""
-        outcome.add_done_callback(lambda _: _end_unwanted(outcome, request, settings, exit_code))
-        opening.join(limit_s)
-
-    opening.start()
-    with client.ended_if_interrupted(request, end):
-        if not wait([outcome], max(0.0, request.deadline - time.monotonic())).done:
-            end(1 if request.config.if_unavailable == "raise" else None, 0.0)
-            limit = f"init_timeout_s={request.config.init_timeout_s:g}"
-            raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
-        error = outcome.exception()
-        # The client has RuntimeErrors for the service's answers.
-        if isinstance(error, (RuntimeError, ConnectionError, json.JSONDecodeError)):
-            status = vendor.status_of_error(error)
-            is_away = status is None or may_pass(status)
-            raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
-        return outcome.result()
-
-
-def _end_unwanted(outcome: Future[Any], request: RunRequest, settings: Any, exit_code: int | None) -> None:
-    if outcome.exception() is None:
-        end_op(outcome.result(), request, exit_code)
-        remove_directory(settings.dir)
+    try:
+        return call_within(max(0.0, request.deadline - time.monotonic()), open_run)
+    except TimeoutError:
+        limit = f"init_timeout_s={request.config.init_timeout_s:g}"
+        raise UnavailableError(f"{settings.url_api} has not answered within {limit}") from None
+    except (RuntimeError, ConnectionError, json.JSONDecodeError) as error:  # the client has these for answers
+        status = vendor.status_of_error(error)
+        is_away = status is None or may_pass(status)
+        raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
+    finally:
+        is_left.set()
 
 
 def end_op(op: Any, request: RunRequest, exit_code: int | None) -> None:
@@ -259,7 +244,6 @@ def _init(request: RunRequest, settings: Any) -> Any:
     try:
         if settings.mode != "noop":
             vendor.check_run(op)
-            vendor.on_cancel(op, request.ask_to_stop)
     except BaseException:
         op.close()
         raise
@@ -272,16 +256,6 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
     return {"name": config.name or request.plan.run_id, "config": finite(client.run_config(request)), "tags": tags}
-
-
-def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
-    name = request.config.name
-    if request.plan.ends_run and op.resumed and name is not None and not request.restart_count:
-        logger.warning(
-            "Pluto: name=%r is ignored where run %s exists already under another name: it keeps its name and tags",
-            name,
-            request.plan.run_id,
-        )
 
 
 def remove_directory(directory: str) -> None:

@@ -168,30 +168,6 @@ def check_run(op: Any) -> None:
     PARTS.require(op.settings, "_auth", "_op_id", "_op_name", "_sys")
 
 
-def on_cancel(op: Any, function: Callable[[Callable[[], object]], object]) -> None:
-    """Call `function` once when the run is cancelled at the service, with what the client does by itself: it exits.
-
-    Without it, the client ends the process. Its monitor asks the service every few seconds.
-    """
-    trigger = getattr(op.settings, "url_trigger", None)
-    post = getattr(op._iface, "_post_v1", None)
-    if post is None or trigger is None:
-        PARTS.lose("a run that is cancelled at the service ends its process", "no op._iface._post_v1")
-        return
-    asked: list[bool] = []
-
-    def post_and_look(url: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = post(url, *args, **kwargs)
-        if url != trigger or not hasattr(answer, "json") or answer.json().get("status") != "CANCELLED":
-            return answer
-        if not asked:
-            asked.append(True)
-            function(lambda: os._exit(signal.SIGINT.value))
-        return None  # with the answer, the client would exit
-
-    op._iface._post_v1 = post_and_look
-
-
 class Queue:
     """Takes the place of the client's queue: what the client has prepared becomes lines.
 
