@@ -429,16 +429,6 @@ def replace_params(accepted: Callable[[str, Mapping[str, Any]], Mapping[str, Any
 
 
 @functools.lru_cache(maxsize=1)
-def replace_set_tracking_uri(replacement: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[..., None]:
-    """Have MLflow call the replacement of its `set_tracking_uri`, which is returned."""
-    import mlflow
-
-    original: Callable[..., None] = mlflow.set_tracking_uri
-    replace_function(original, replacement(original))
-    return original
-
-
-@functools.lru_cache(maxsize=1)
 def _idle_run() -> Any:
     """Return the run that does nothing, and have the client leave out the calls for it."""
     from mlflow import ActiveRun, MlflowClient
