@@ -227,7 +227,7 @@ class ClientHandle(Handle):
             self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code), is_last=True)
         finally:
             if self._barrier is not None:
-                self._barrier.depart(self.request, self._title, exit_code)
+                self._barrier.leave()
 
     def end_early(self, exit_code: int) -> None:
         self._gate.end(lambda: self._end(exit_code), self._act_waiting)

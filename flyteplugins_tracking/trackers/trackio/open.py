@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -15,18 +14,14 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import (
     LOCAL_FILES,
-    ended_if_interrupted,
     new_id,
     run_config,
-    status_of,
     warn_of_changes,
 )
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.outbox import until
 from flyteplugins_tracking.trackers.trackio import (
-    EXIT_CODE,
     SPACE,
-    STATUS,
     check_address,
     default_directory,
     vendor,
@@ -68,18 +63,10 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     stored = _find(store, request)
     run = _new_run(request, project, stored, url, client)
     try:
-        with ended_if_interrupted(request, functools.partial(_end_interrupted, request, store, run)):
-            return TrackioHandle(request, tracker, run, store, stored)
+        return TrackioHandle(request, tracker, run, store, stored)
     except BaseException:
         vendor.finish(run)
         raise
-
-
-def _end_interrupted(request: RunRequest, store: Store, run: Any, exit_code: int, limit_s: float) -> None:
-    """Tell the status of a run that is being opened, if that was written: on a server, it comes with the first row."""
-    if request.plan.ends_run and isinstance(store, Database) and (stored := store.find(run.id)) is not None:
-        values = {**own_values(stored.config), STATUS: status_of(exit_code), EXIT_CODE: exit_code}
-        store.put_config(run.id, run.name, {OWN: values}, limit_s, merges=True)
 
 
 def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:

@@ -67,30 +67,25 @@ class Database(Store):
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
-            (last_step,) = connection.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
-            (last,) = connection.execute("SELECT MAX(timestamp) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
+            query = "SELECT MAX(step), MAX(timestamp) FROM metrics WHERE run_id = ?"
+            last_step, last = connection.execute(query, (run_id,)).fetchone()
             return Stored(row[0], json.loads(row[1]), last_step, time_of(last))
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
         vendor.write_rows(entries)
 
-    def put_config(
-        self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float, *, merges: bool = False
-    ) -> None:
-        """Replace the run's config, or change these keys of it if it `merges`. It needs no row.
+    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float) -> None:
+        """Replace the run's config. It needs no row.
 
         Raises:
             sqlite3.OperationalError: Other processes have written all the time.
         """
         with closing(sqlite3.connect(self._path, timeout=max(_SHORTEST_S, timeout_s))) as connection, connection:
-            connection.execute("BEGIN IMMEDIATE")
-            row = connection.execute("SELECT config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
-            values = {**(json.loads(row[0]) if merges and row else {}), **config}
             connection.execute(
                 "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",
                 # Trackio itself keeps NaN and infinities as text.
-                (run_id, name, json.dumps(finite(values)), text_of(time.time())),
+                (run_id, name, json.dumps(finite(config)), text_of(time.time())),
             )
 
 
