@@ -23,7 +23,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -49,7 +49,6 @@ class OutboxHandle(client.ClientHandle):
     A tracker implements `end_run`, and gives a sink.
 
     Attributes:
-        left_text: What the end says if the service has not taken everything.
         header: What the journal's readers need to know beside what they need of each tracker.
         steps: The steps of the rows.
         undo: Undoes, at the run's end, what was done to the process.
@@ -58,11 +57,6 @@ class OutboxHandle(client.ClientHandle):
     """
 
     header: Mapping[str, Any] = MappingProxyType({})
-
-    left_text = (
-        "%(title)s: run %(id)s: %(place)s has not taken %(what)s. %(kept)s Send the rest when %(title)s answers: "
-        "%(command)s"
-    )
 
     def __init__(
         self,
@@ -119,19 +113,13 @@ class OutboxHandle(client.ClientHandle):
         """Return the request with which another process opens the run, to send what is kept."""
         return self.request
 
-    @property
-    def place(self) -> str:
-        """Where the lines go, in messages."""
-        return self._title
-
     def put(self, line: Line) -> None:
         """Send a line, and keep it until then."""
         self.pass_on(lambda: self._outbox.put(line))
 
     def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
         """Send a row, from within `write`. `time_s` is when it was logged, in seconds since the epoch: now if None."""
-        is_time = time_s is not None and 0 < time_s < LATEST_S
-        self._outbox.put({"row": dict(row), "step": step, "time": time_s if is_time else time.time()})
+        self._outbox.put({"row": dict(row), "step": step, "time": time.time() if time_s is None else time_s})
 
     @property
     def last_step(self) -> Any:
@@ -257,17 +245,13 @@ class OutboxHandle(client.ClientHandle):
 
     def _warn_of_left(self, why: str) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
-        kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
-        values = {
-            "title": self._title,
-            "id": self.id,
-            "place": self.place,
-            "what": f"{rows} rows" if rows else "its end",
-            "kept": kept if lost else "They are kept in files.",
-            "why": why,
-            "command": self.how_to_send(self._outbox.directory),
-        }
-        logger.warning(self.left_text, values)
+        what = f"{rows} rows" if rows else "its end"
+        kept = "They are kept in files."
+        if lost:
+            kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
+        text = "%s: run %s has ended, and %s has not taken %s: %s. %s Send the rest when it answers: %s"
+        command = self.how_to_send(self._outbox.directory)
+        logger.warning(text, self._title, self.id, self._title, what, why, kept, command)
 
 
 class KeptRun(client.Run):

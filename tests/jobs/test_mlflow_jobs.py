@@ -96,7 +96,7 @@ def test_values_that_mlflow_cannot_hold_warn_once_for_each_key(fluent):
     assert math.isnan(run.values("nan")[0])
     assert run.values("odd_key") == [1.0]
     assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
-    for said in ("'truth': a bool", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
+    for said in ("'none': None", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
     assert done.output.count("run fluent: Params keep their first values") == 1
 

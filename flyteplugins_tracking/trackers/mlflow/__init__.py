@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -13,7 +13,7 @@ from flyteplugins_tracking._util.checks import check_flag, check_no_password, ch
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking.trackers.idle import keep_idle
@@ -73,14 +73,6 @@ class MlflowTracker(Tracker):
     def place(self, config: TrackingConfig) -> Mapping[str, str | None]:
         name = config.options.get("experiment_name") or config.project or os.environ.get("MLFLOW_EXPERIMENT_NAME")
         return {"experiment": _experiment_id(config) or name, "server": _host(config)}
-
-    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-        host, experiment_id = _host(config), _experiment_id(config)
-        if host is None:
-            return {}
-        place = {"host": host, "experiment_id": experiment_id}
-        above = "host" if experiment_id is None else "experiment" if pages is None else ""
-        return template_values("mlflow", config, pages or (), place, above)
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._util.plain import flat
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import (
     ended_if_interrupted,
@@ -60,7 +60,6 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
         UnavailableError: The server does not answer in time.
         RejectedError: The server rejects a request.
         TrackerUnavailableError: The rank that creates the run has not created it in time.
-        ConfigError: The experiment or the run cannot be logged to.
     """
     run = _chosen(request, service)
     experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
@@ -123,13 +122,7 @@ def _chosen(request: RunRequest, service: Service) -> Any:
     run_id = os.environ.get(RUN_ID_VARIABLE)
     if not run_id or request.plan.run_id != run_id:
         return None
-    try:
-        run = service.persist(lambda client: client.get_run(run_id))
-    except RejectedError as error:
-        raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is not a run of this server: {error}") from None
-    if run.info.lifecycle_stage == "deleted":
-        raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is a deleted run: restore it, or unset the variable")
-    return run
+    return service.persist(lambda client: client.get_run(run_id))
 
 
 def _experiment_id(request: RunRequest, service: Service) -> str:
@@ -157,10 +150,7 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
                 raise
             return None
 
-    experiment = service.until(once)
-    if experiment.lifecycle_stage == "deleted":
-        raise ConfigError(f"the experiment {name!r} is deleted: restore it, or choose another one")
-    return str(experiment.experiment_id)
+    return str(service.until(once).experiment_id)
 
 
 def _awaited(request: RunRequest, service: Service, experiment_id: str, run_id: str) -> Any:

@@ -108,10 +108,6 @@ class MlflowHandle(OutboxHandle):
         return ended_with if vendor.last_at(run) > time_s else None
 
     @property
-    def place(self) -> str:
-        return without_credentials(self.uri)
-
-    @property
     def arguments(self) -> dict[str, str]:
         """The arguments with which another process finds the run."""
         arguments = {"experiment_id": self.opened.run.info.experiment_id}
@@ -121,7 +117,7 @@ class MlflowHandle(OutboxHandle):
         return to_be_sent(self.request, self.arguments)
 
     def how_to_view(self) -> str:
-        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(self.place)}"
+        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         at = self.steps.take(step)
@@ -222,8 +218,7 @@ class MlflowSanitizer(MetricSanitizer):
     """Makes rows of what a rank logs: numbers by the names that MLflow takes."""
 
     def __init__(self, title: str, prefix: str = "") -> None:
-        odd = "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
-        super().__init__(title, prefix, odd_floats=odd)
+        super().__init__(title, prefix)
         self._names: dict[str, str] = {}  # the names that MLflow takes, by key
 
     def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:

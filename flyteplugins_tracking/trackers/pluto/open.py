@@ -36,13 +36,6 @@ class UnavailableError(AwayError):
     fix = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 
 
-class RefusedError(UnavailableError):
-    """The service refuses the key, or the request."""
-
-    patience = 0.0
-    is_outage = False
-
-
 def open_op(request: RunRequest) -> tuple[Any, Queue]:
     """Create the run, or attach to it.
 
@@ -98,8 +91,6 @@ def _settings(request: RunRequest) -> Any:
     asked = getattr(settings, "disable_system_metrics", False)  # before 0.0.28, there is no such setting
     settings.disable_system_metrics = asked or not request.measures_node
     settings.disable_console |= bool(request.earlier)  # that of `send`
-    if not request.plan.primary and settings.disable_system_metrics:
-        vendor.skip_description(settings)
     settings.x_file_stream_timeout_seconds = min(
         settings.x_file_stream_timeout_seconds, max(1.0, request.deadline - time.monotonic()), REQUEST_S
     )
@@ -177,16 +168,17 @@ def _number_in(answer: Any, limit: str) -> int:
     try:
         return int(answer.json()["runId"])
     except (ValueError, KeyError, TypeError):
-        raise RefusedError(f"HTTP {answer.status_code}, but not as Pluto answers: check the address, {limit}") from None
+        text = f"HTTP {answer.status_code}, but not as Pluto answers: check the address, {limit}"
+        raise UnavailableError(text, is_outage=False) from None
 
 
 def _check_status(status: int, limit: str) -> None:
     """Raise an HTTP status that is neither a success nor that of a run which is not there."""
     if status in (401, 403):
-        raise RefusedError(f"the service refuses the API key, {limit}")
+        raise UnavailableError(f"the service refuses the API key, {limit}", is_outage=False)
     if status >= 300 and status != 404:
         in_trouble = may_pass(status) or status == vendor.UNPROCESSABLE
-        raise (UnavailableError if in_trouble else RefusedError)(f"HTTP {status}, {limit}")
+        raise UnavailableError(f"HTTP {status}, {limit}", is_outage=in_trouble)
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
@@ -211,8 +203,7 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
         raise UnavailableError(f"{settings.url_api} has not answered within {limit}") from None
     except (RuntimeError, ConnectionError, json.JSONDecodeError) as error:  # the client has these for answers
         status = vendor.status_of_error(error)
-        is_away = status is None or may_pass(status)
-        raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
+        raise UnavailableError(first_line(error), is_outage=status is None or may_pass(status)) from error
     finally:
         is_left.set()
 

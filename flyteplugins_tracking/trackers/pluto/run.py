@@ -37,11 +37,6 @@ _CLOSE_S = 3.0
 class PlutoHandle(OutboxHandle):
     """An open run of this process."""
 
-    left_text = (
-        "%(title)s: run %(id)s has ended, and the service has not taken %(what)s: %(why)s. %(kept)s Send it "
-        "when the service answers: %(command)s"
-    )
-
     def __init__(self, request: RunRequest, tracker: Tracker, op: Any, queue: Queue) -> None:
         self._queue, self._op = queue, op
         self.header = {"files": queue.directory}  # who has sent the rows removes them
@@ -191,9 +186,6 @@ def _steps(request: RunRequest, values: MetricSanitizer) -> Steps:
 
 class PlutoSanitizer(MetricSanitizer):
     """Makes rows of what a rank logs, and warns about values that Pluto's client drops silently."""
-
-    def __init__(self, title: str, prefix: str) -> None:
-        super().__init__(title, prefix, odd_floats="stored, and left out of Pluto's charts and statistics")
 
     def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
         return self.accepted(super().clean(data))

@@ -30,10 +30,6 @@ _UNAUTHORIZED = (401, 403)
 class TrackioHandle(OutboxHandle):
     """An open Trackio run."""
 
-    left_text = (
-        "%(title)s: %(what)s of run %(id)s could not be written to %(place)s: %(why)s. %(kept)s "
-        "Send them later: %(command)s"
-    )
     vendors_keys = ("_",)
 
     def __init__(self, request: RunRequest, tracker: Tracker, run: Any, store: Store, stored: Stored | None) -> None:
@@ -55,10 +51,6 @@ class TrackioHandle(OutboxHandle):
     def url(self) -> str | None:
         """The run's page; None for a run in files."""
         return page_address(self.run.url, self.run.project, self.id) if self.run.url else None
-
-    @property
-    def place(self) -> str:
-        return self._store.place
 
     @functools.cached_property
     def _is_retry(self) -> bool:
