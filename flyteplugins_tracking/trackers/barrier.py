@@ -50,29 +50,16 @@ class WriterBarrier:
         self._is_primary = self.is_retry = False
 
     @classmethod
-    def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
-        """Enter with the writer of `request`. Called before the run is opened.
+    def of_ranks(cls, request: RunRequest, title: str) -> WriterBarrier | None:
+        """Enter the barrier of a run to which each rank writes with a client of its own, before the run is opened.
 
         Args:
             request: The run that is opened.
             title: The service's name. It separates the runs of two services.
-            label: This writer's name.
-            others: The names of the writers that the primary waits for. A writer does not wait for itself.
-        """
-        board = (
-            None if request.info is None else _board(request.info, title, f"writers/{title}/{request.planned_run_id}")
-        )
-        barrier = cls(board, label, others)
-        if request.plan.primary:
-            barrier.enter_as_primary()
-        else:
-            barrier.enter()
-        barrier.is_retry |= request.restart_count > 0
-        return barrier
 
-    @classmethod
-    def of_ranks(cls, request: RunRequest, title: str) -> WriterBarrier | None:
-        """The barrier of a run to which each rank writes with a client of its own; None if the run has one writer."""
+        Returns:
+            None if the run has one writer.
+        """
         info, config = request.info, request.config
         if info is None or config.run_mode != "shared":
             return None
@@ -81,7 +68,13 @@ class WriterBarrier:
         else:
             local_ranks = range(info.local_world_size or 1)
             label, others = f"local-rank-{info.local_rank}", [f"local-rank-{rank}" for rank in local_ranks]
-        return cls.entered(request, title, label, others)
+        barrier = cls(_board(info, title, f"writers/{title}/{request.planned_run_id}"), label, others)
+        if request.plan.primary:
+            barrier.enter_as_primary()
+        else:
+            barrier.enter()
+        barrier.is_retry |= request.restart_count > 0
+        return barrier
 
     def enter_as_primary(self) -> None:
         """Enter as the writer that ends the run."""

@@ -280,14 +280,6 @@ class TrackingConfig(Record):
         """
         return TrackingConfig.from_arguments(merged(propagated, self.arguments)) if propagated else self
 
-    def with_overrides(self, arguments: Mapping[str, Any]) -> TrackingConfig:
-        """Return this config, with `arguments` in place of its own.
-
-        Raises:
-            ConfigError: As `from_arguments`.
-        """
-        return TrackingConfig.from_arguments(merged(self.arguments, arguments))
-
     def for_parent(self, parent: Mapping[str, Any]) -> TrackingConfig:
         """Return this config for the run of a calling task: at that run's place, and with that run's `config`.
 
@@ -295,7 +287,7 @@ class TrackingConfig(Record):
             ConfigError: As `from_arguments`.
         """
         overrides = {name: value for name, value in parent.items() if name != "id"}
-        return replace(self, config={}).with_overrides(overrides)
+        return TrackingConfig.from_arguments(merged(replace(self, config={}).arguments, overrides))
 
     def in_world(self, info: DistributedInfo | None) -> TrackingConfig:
         """Return this config with `primary_rank` as the primary's number, from 0, in the scope of the rank `info`.

@@ -148,28 +148,18 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
         try:
             answer = service.post("/api/runs/resume", body)
             status = answer.status_code
+            number = int(answer.json()["runId"]) if status < 300 else None
         except Exception as error:
             kind = type(error).__name__
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         _check_status(status, limit)
         if status == 404 and not request.plan.ends_run:
             raise UnavailableError(f"the primary rank has not created the run, {limit}")
-        if status < 300:
-            found = service.config_of(_number_in(answer, limit))
-            if found is not None:
-                queue.found = found
+        if number is not None:
+            queue.found = service.config_of(number) or {}
         return True
 
     until(request.deadline, is_there)
-
-
-def _number_in(answer: Any, limit: str) -> int:
-    """Return the number of a run that the service has found. What does not have it is a login page, for one."""
-    try:
-        return int(answer.json()["runId"])
-    except (ValueError, KeyError, TypeError):
-        text = f"HTTP {answer.status_code}, but not as Pluto answers: check the address, {limit}"
-        raise UnavailableError(text, is_outage=False) from None
 
 
 def _check_status(status: int, limit: str) -> None:

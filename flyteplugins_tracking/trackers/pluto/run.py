@@ -208,10 +208,9 @@ class PlutoSanitizer(MetricSanitizer):
         from pluto import Data, File
 
         items = value if isinstance(value, list) else [value]
-        if isinstance(value, list) and any(isinstance(item, (int, float)) for item in items):
+        if items and all(isinstance(item, (int, float)) for item in items):
             self.warn_once(key, "Pluto keeps only the last number of a list")
-            if all(isinstance(item, (int, float)) for item in items):
-                return items[-1] + 0  # a bool is 1 or 0
+            return items[-1] + 0  # a bool is 1 or 0
         if items and all(isinstance(item, (int, float, str, File, Data)) for item in items):
             return value
         kind = type(value).__name__
