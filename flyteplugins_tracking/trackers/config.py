@@ -267,11 +267,6 @@ class TrackingConfig(Record):
         """`finish_timeout_s` in messages."""
         return f"{self.finish_timeout_s:g} s (kill_after_s={self.kill_after_s:g})"
 
-    @property
-    def is_monitored(self) -> bool:
-        """Whether a thread of each rank looks at the job's ranks while the function runs."""
-        return self.hang_timeout_s is not None or self.pulse_s is not None
-
     def with_defaults(self, propagated: Mapping[str, Any]) -> TrackingConfig:
         """Return this config, with the `propagated` arguments for those that it does not set.
 

@@ -6,7 +6,6 @@ kept. Its directory is sent later, by the next attempt of the job or by `flytepl
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
@@ -272,11 +272,7 @@ class KeptRun(client.Run):
             text = "run %s is logged to files: calls of %s() are lost. Kept are those of: %s"
             self._warn_once(name, text, self.id, name, ", ".join(("log", *self._calls)))
             return
-        try:
-            self._keeps.put({"call": name, "args": args, "kwargs": kwargs})
-        except (TypeError, ValueError):
-            text = "run %s is logged to files as JSON: a call of %s() is lost, since JSON cannot hold its arguments"
-            self._warn_once(name, text, self.id, name)
+        self._keeps.put({"call": name, **plain_config({"args": args, "kwargs": kwargs})})
 
 
 class KeptHandle(OutboxHandle):
@@ -292,21 +288,8 @@ class KeptHandle(OutboxHandle):
         return None
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        row = {key: value for key, value in row.items() if self._fits(key, value)}
-        if row:
-            self.put_row(row, None if step is None else self.steps.take(step))
-
-    def _fits(self, key: str, value: Any) -> bool:
-        if isinstance(value, (int, float, str)):
-            return True
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            self._values.warn_once(
-                key, f"a value of type {type(value).__name__} is left out: the run is logged to files as JSON"
-            )
-            return False
-        return True
+        # What JSON cannot hold becomes text.
+        self.put_row(plain_config(row), None if step is None else self.steps.take(step))
 
     def how_to_send(self, directory: str) -> str:
         is_known = self._tracker.name in SENT_LATER

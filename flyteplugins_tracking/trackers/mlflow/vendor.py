@@ -162,13 +162,10 @@ class Service:
 
     def request(self, send: Callable[[], Any]) -> Any:
         """Send a request of the client's. Returns the answer, if it is one of an MLflow server."""
-        from mlflow.exceptions import InvalidUrlException, MlflowException
+        from mlflow.exceptions import MlflowException
 
         try:
             response = send()
-        except InvalidUrlException:
-            text = f"{self.host} is not an address of a server: it must begin with https:// or http://"
-            raise RejectedError(text) from None
         except MlflowException as error:  # its text has the address, and perhaps a password
             cause = type(error.__cause__ or error.__context__ or error).__name__
             # If nothing takes connections, the address is probably wrong: half of the time is enough.
