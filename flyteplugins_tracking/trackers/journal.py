@@ -325,10 +325,7 @@ def encode(line: Line) -> bytes:
         TypeError: JSON cannot hold a value.
         ValueError: JSON cannot hold a value.
     """
-    try:
-        return _encode(line).encode("utf-8", "surrogatepass")
-    except RecursionError:
-        raise ValueError("a value is nested too deeply, or contains itself") from None
+    return _encode(line).encode("utf-8", "surrogatepass")
 
 
 def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:

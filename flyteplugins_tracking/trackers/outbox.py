@@ -187,7 +187,6 @@ class Outbox(PerProcess):
         self._unkept_rows = 0
         self._is_parents = False
         self._warn_once = WarnOnce(logger)
-        self._outages = 0  # those that are over
         self._rejected = 0  # lines in a row
         self._deliveries = 0
         self._wait_s = _WAIT_S
@@ -346,7 +345,8 @@ class Outbox(PerProcess):
                 self._rejected = 0
             except AwayError as error:
                 text = "%s: run %s: %s. Rows are kept, and sent when it answers"
-                self._warn_once(f"outage {self._outages}", text, self._title, self._run_id, error)
+                if not pause_s:
+                    logger.warning(text, self._title, self._run_id, error)
                 pause_s = min(max(_SHORTEST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
                 self._pause(pause_s)
                 continue
@@ -361,7 +361,6 @@ class Outbox(PerProcess):
                 self._warn_once(what, text, self._title, self._run_id, what, error, exc_info=is_unknown)
             if pause_s:
                 logger.warning("%s: run %s: the service answers again", self._title, self._run_id)
-                self._outages += 1
             with self._changed:
                 self._deliveries += 1
                 if self._limit is not None:

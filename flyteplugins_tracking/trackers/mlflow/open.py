@@ -64,23 +64,19 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     run = _chosen(request, service)
     experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
     with ended_if_interrupted(request, functools.partial(_end_interrupted, request, service, experiment_id, run_id)):
-        return _open_in(request, service, run_id, experiment_id, run)
-
-
-def _open_in(request: RunRequest, service: Service, run_id: str, experiment_id: str, run: Any) -> Opened:
-    if not request.plan.ends_run:
-        run = run or _awaited(request, service, experiment_id, run_id)
-        return Opened(run, ATTEMPTS_TAG in run.data.tags)
-    tags, name = _tags(request, run_id), request.config.name or request.plan.run_id
-    if run is None:
-        run, is_new = _find_or_create(service, experiment_id, run_id, name, tags)
-        if is_new:
-            return Opened(run, False)
-    attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
-    tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
-    service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
-    service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
-    return Opened(run, True)
+        if not request.plan.ends_run:
+            run = run or _awaited(request, service, experiment_id, run_id)
+            return Opened(run, ATTEMPTS_TAG in run.data.tags)
+        tags, name = _tags(request, run_id), request.config.name or request.plan.run_id
+        if run is None:
+            run, is_new = _find_or_create(service, experiment_id, run_id, name, tags)
+            if is_new:
+                return Opened(run, False)
+        attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
+        tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
+        service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
+        service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
+        return Opened(run, True)
 
 
 def _end_interrupted(

@@ -11,12 +11,12 @@ import shutil
 import signal
 import sys
 import time
-from threading import Event
+from concurrent.futures import Future, wait
+from threading import Thread
 from typing import Any
 
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.text import first_line
-from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -58,6 +58,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         _await_service(settings, request, queue)
         os.makedirs(settings.dir, exist_ok=True)
         op = _init_in_time(request, settings)
+        vendor.check_run(op)
         vendor.silence_log_files(settings.dir)
     except BaseException as error:
         remove_directory(settings.dir)
@@ -172,30 +173,44 @@ def _check_status(status: int, limit: str) -> None:
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
-    """Call `_init` in a thread. A run that opens when nobody waits for it anymore is ended again.
+    """Call `_init` in a thread. A run that opens after the deadline is ended again.
 
     Raises:
         UnavailableError: The run was not open before the deadline.
     """
-    is_left = Event()
+    outcome: Future[Any] = Future()
 
-    def open_run() -> Any:
-        op = _init(request, settings)
-        if is_left.is_set():
-            end_op(op, request, 1 if request.config.if_unavailable == "raise" else None)
-            remove_directory(settings.dir)
-        return op
+    def open_run() -> None:
+        try:
+            outcome.set_result(_init(request, settings))
+        except BaseException as error:  # for the thread that waits
+            outcome.set_exception(error)
 
-    try:
-        return call_within(max(0.0, request.deadline - time.monotonic()), open_run)
-    except TimeoutError:
-        limit = f"init_timeout_s={request.config.init_timeout_s:g}"
-        raise UnavailableError(f"{settings.url_api} has not answered within {limit}") from None
-    except (RuntimeError, ConnectionError, json.JSONDecodeError) as error:  # the client has these for answers
-        status = vendor.status_of_error(error)
-        raise UnavailableError(first_line(error), is_outage=status is None or may_pass(status)) from error
-    finally:
-        is_left.set()
+    opening = Thread(target=open_run, name="flyteplugins_tracking.pluto", daemon=True)
+
+    def end(exit_code: int | None, limit_s: float) -> None:
+        """End the run, now or when it is open: nobody waits for it."""
+        outcome.add_done_callback(lambda _: _end_unwanted(outcome, request, settings, exit_code))
+        opening.join(limit_s)
+
+    opening.start()
+    with client.ended_if_interrupted(request, end):
+        if not wait([outcome], max(0.0, request.deadline - time.monotonic())).done:
+            end(1 if request.config.if_unavailable == "raise" else None, 0.0)
+            limit = f"init_timeout_s={request.config.init_timeout_s:g}"
+            raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
+        error = outcome.exception()
+        # The client has RuntimeErrors for the service's answers.
+        if isinstance(error, (RuntimeError, ConnectionError, json.JSONDecodeError)):
+            status = vendor.status_of_error(error)
+            raise UnavailableError(first_line(error), is_outage=status is None or may_pass(status)) from error
+        return outcome.result()
+
+
+def _end_unwanted(outcome: Future[Any], request: RunRequest, settings: Any, exit_code: int | None) -> None:
+    if outcome.exception() is None:
+        end_op(outcome.result(), request, exit_code)
+        remove_directory(settings.dir)
 
 
 def end_op(op: Any, request: RunRequest, exit_code: int | None) -> None:
@@ -222,12 +237,6 @@ def _init(request: RunRequest, settings: Any) -> Any:
         **arguments,
     )
     atexit.unregister(op.finish)
-    try:
-        if settings.mode != "noop":
-            vendor.check_run(op)
-    except BaseException:
-        op.close()
-        raise
     return op
 
 

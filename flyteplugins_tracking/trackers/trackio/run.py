@@ -63,13 +63,6 @@ class TrackioHandle(OutboxHandle):
         last_step = self._stored.last_step if self._stored is not None and self._is_retry else None
         return -1 if last_step is None else last_step
 
-    def exit_code_after(self, time_s: float) -> int | None:
-        stored = self._stored
-        if stored is None or stored.last_at <= time_s:
-            return None
-        ended_with = own_values(stored.config).get(EXIT_CODE)
-        return ended_with if isinstance(ended_with, int) else None
-
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         at = self.steps.take(step)
         for prepared in self.run.prepared(row, at):
@@ -86,14 +79,8 @@ class TrackioHandle(OutboxHandle):
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
         ending.start()
         self.close_outbox(exit_code, limit)
-        if self._left_in is None:
-            limit.asks = self._answers  # the client's own limit is 30 s
         while limit.lasts() and not threads.join(ending, _POLL_S):
             pass
-
-    def _answers(self) -> bool:
-        self._store.find(self.id)
-        return True
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
         threads.call_within(timeout_s, self._put_status, status_of(exit_code), exit_code, timeout_s)
