@@ -189,7 +189,6 @@ class Outbox(PerProcess):
         self._warn_once = WarnOnce(logger)
         self._rejected = 0  # lines in a row
         self._deliveries = 0
-        self._wait_s = _WAIT_S
         register(self)
         if self._earlier and sink is not None:
             self._start()
@@ -328,7 +327,7 @@ class Outbox(PerProcess):
             while not self._is_closed:
                 if self._waiting:
                     self._changed.wait_for(
-                        lambda: self._is_closed or self._limit or len(self._waiting) >= _MOST_AT_ONCE, self._wait_s
+                        lambda: self._is_closed or self._limit or len(self._waiting) >= _MOST_AT_ONCE, _WAIT_S
                     )
                     return [] if self._is_closed else list(islice(self._waiting, _MOST_AT_ONCE))
                 self._changed.notify_all()
@@ -339,7 +338,6 @@ class Outbox(PerProcess):
         """Send lines until they are taken, or lost. Returns False if the outbox is closed before that."""
         pause_s = 0.0
         while self._sink is not None and not self._is_closed:
-            began = time.monotonic()
             try:
                 self._sink.send(lines, None if self._limit is None else self._limit.left_s)
                 self._rejected = 0
@@ -366,8 +364,6 @@ class Outbox(PerProcess):
                 if self._limit is not None:
                     self._limit.moved()
                 self._changed.notify_all()
-            # With many ranks in one store, each waits longer: none writes for more than half of the time.
-            self._wait_s = max(_WAIT_S, time.monotonic() - began)
             return True
         return False
 

@@ -43,10 +43,11 @@ _API = "/api/2.0/mlflow/"
 # The longest time for a call for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
-# MLflow's error codes for credentials, and those that no other try can change.
+# MLflow's error codes for credentials, and those that no other try can change. What exists already, another rank has
+# just created.
 _UNAUTHORIZED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _FINAL = (
-    *("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "MALFORMED_REQUEST", "RESOURCE_ALREADY_EXISTS"),
+    *("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "MALFORMED_REQUEST"),
     *("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "ENDPOINT_NOT_FOUND"),
 )
 
@@ -69,17 +70,9 @@ class UnauthorizedError(UnavailableError):
 
 
 class RejectedError(outbox.RejectedError):
-    """The server rejects a request, and would reject it again.
-
-    Attributes:
-        code: MLflow's error code.
-    """
+    """The server rejects a request, and would reject it again."""
 
     fix = "Check tracking_uri=, experiment_id= and the MLFLOW_* variables."
-
-    def __init__(self, text: str, code: str = "") -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class Service:
@@ -197,7 +190,7 @@ class Service:
             code, text = error.error_code, _first_line(error.message)
             if code in _UNAUTHORIZED:
                 return UnauthorizedError(text)
-            return RejectedError(text, code) if code in _FINAL else UnavailableError(text)
+            return RejectedError(text) if code in _FINAL else UnavailableError(text)
         text = f"{type(error).__name__}: {_first_line(str(error))}"
         # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
         return RejectedError(text) if isinstance(error, ValueError) else UnavailableError(text)

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking.trackers.trackio import vendor
@@ -34,26 +34,13 @@ class Stored:
     last_step: int | None = None
 
 
-class Store(Protocol):
-    """The place where a project is kept.
+class Database:
+    """A project's SQLite file, which Trackio has created.
 
     Attributes:
         place: Its name in messages.
         shows_config: Whether the config of a run can be read before the run's first row.
     """
-
-    place: str
-    shows_config: bool = False
-
-    def find(self, run_id: str) -> Stored | None:
-        """Return the run if it exists."""
-
-    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows of a run. A row that it has, by its `log_id`, is left. The first one may have the run's config."""
-
-
-class Database(Store):
-    """A project's SQLite file, which Trackio has created."""
 
     shows_config = True
 
@@ -61,6 +48,7 @@ class Database(Store):
         self._path, self.place = path, str(path)
 
     def find(self, run_id: str) -> Stored | None:
+        """Return the run if it exists."""
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
@@ -69,6 +57,7 @@ class Database(Store):
             return Stored(row[0], json.loads(row[1]), last_step)
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of a run. A row that it has, by its `log_id`, is left. The first one may have the run's config."""
         vendor.write_rows(entries)
 
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float) -> None:
@@ -86,8 +75,10 @@ class Database(Store):
             )
 
 
-class Server(Store):
-    """A Trackio server."""
+class Server:
+    """A Trackio server. Its attributes are those of a database."""
+
+    shows_config = False
 
     def __init__(self, place: str, client: Any, project: str) -> None:
         self.place = place
@@ -102,6 +93,10 @@ class Server(Store):
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
         self._client.predict(api_name="/bulk_log", logs=entries, hf_token=None)
+
+
+# Where a project is kept.
+Store = Database | Server
 
 
 def text_of(time_s: float) -> str:
