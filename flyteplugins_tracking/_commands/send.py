@@ -27,7 +27,6 @@ from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import (
     StoredJournal,
-    remove_torn,
     require_all_sent,
     stored,
 )
@@ -164,7 +163,6 @@ def _remove_empty(directory: Path) -> None:
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
         if not journal.is_open() and not any(True for _ in journal.entries()):
             journal.remove()
-    remove_torn(directory)
 
 
 def _attempts_of(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:

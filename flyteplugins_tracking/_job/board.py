@@ -272,11 +272,6 @@ def _group_store(info: DistributedInfo) -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def hosts_job_store(info: DistributedInfo) -> bool:
-    """Return whether the store of `connected_store` ends with this process: it is a process group's, or JAX's."""
-    return info.rank == 0 and _connections.elastic is None
-
-
 def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:
     """Return the store of a c10d rendezvous; None for another rendezvous. It stays when rank 0 moves to another node.
 

@@ -303,7 +303,8 @@ class Call(PerProcess):
         It does so for one call: not if it does it for a function around this one, or in another thread.
         """
         config, run = self.asked.config, self.run
-        if not config.is_monitored or self.asked.is_disabled:
+        is_asked_for = config.hang_timeout_s is not None or config.pulse_s is not None
+        if not is_asked_for or self.asked.is_disabled:
             return
         from flyteplugins_tracking._job.hang import RollCallDuty
         from flyteplugins_tracking._job.pulse import PulseDuty

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from flyteplugins_tracking._job.board import Board, hosts_job_store, job_board
+from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.ending import EndLimit
@@ -28,8 +28,8 @@ class WriterBarrier:
     compares them with the counts of its own attempt. A writer that has come and gone before the primary entered is
     recognized too, and not waited for.
 
-    The store may be the process group's own, which ends with the process of rank 0. If another rank is the primary,
-    rank 0 stays until the primary has ended the run.
+    The store may be the process group's own, which ends with the process of rank 0. If another rank is the primary, it
+    waits no longer then.
 
     Attributes:
         is_retry: Whether the run may exist from an earlier attempt. The service itself would also call a run "resumed"
@@ -46,35 +46,20 @@ class WriterBarrier:
         """
         self._board = board
         self._label, self._others = label, [other for other in others if other != label]
-        self._entry = self._ends = 0
-        self._is_primary = self.is_retry = self._hosts_board = False
+        self._entry = 0
+        self._is_primary = self.is_retry = False
 
     @classmethod
-    def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
-        """Enter with the writer of `request`. Called before the run is opened.
+    def of_ranks(cls, request: RunRequest, title: str) -> WriterBarrier | None:
+        """Enter the barrier of a run to which each rank writes with a client of its own, before the run is opened.
 
         Args:
             request: The run that is opened.
             title: The service's name. It separates the runs of two services.
-            label: This writer's name.
-            others: The names of the writers that the primary waits for. A writer does not wait for itself.
-        """
-        board = (
-            None if request.info is None else _board(request.info, title, f"writers/{title}/{request.planned_run_id}")
-        )
-        barrier = cls(board, label, others)
-        if request.plan.primary:
-            barrier.enter_as_primary()
-        else:
-            barrier.enter()
-            if board is not None and request.info is not None:
-                barrier._hosts_board = hosts_job_store(request.info)
-        barrier.is_retry |= request.restart_count > 0
-        return barrier
 
-    @classmethod
-    def of_ranks(cls, request: RunRequest, title: str) -> WriterBarrier | None:
-        """The barrier of a run to which each rank writes with a client of its own; None if the run has one writer."""
+        Returns:
+            None if the run has one writer.
+        """
         info, config = request.info, request.config
         if info is None or config.run_mode != "shared":
             return None
@@ -83,7 +68,13 @@ class WriterBarrier:
         else:
             local_ranks = range(info.local_world_size or 1)
             label, others = f"local-rank-{info.local_rank}", [f"local-rank-{rank}" for rank in local_ranks]
-        return cls.entered(request, title, label, others)
+        barrier = cls(_board(info, title, f"writers/{title}/{request.planned_run_id}"), label, others)
+        if request.plan.primary:
+            barrier.enter_as_primary()
+        else:
+            barrier.enter()
+        barrier.is_retry |= request.restart_count > 0
+        return barrier
 
     def enter_as_primary(self) -> None:
         """Enter as the writer that ends the run."""
@@ -100,7 +91,6 @@ class WriterBarrier:
             with suppress(RuntimeError):
                 entries = self._board.count(f"entries/{self._label}", 1)
                 self.is_retry = entries > 1 or self._board.count("entries") > 1
-                self._ends = self._board.count("ends")
 
     def has_resumed(self, had_rows: bool) -> bool:
         """Return whether the run is an earlier attempt's. Called before this writer's first row.
@@ -114,28 +104,13 @@ class WriterBarrier:
                 return self._board.put_first("had_rows", str(had_rows)) == str(True)
         return self.is_retry or (had_rows and self._is_primary)
 
-    def depart(self, request: RunRequest, title: str, exit_code: int) -> None:
-        """Leave when this rank's part of the run has ended; after a success, stay as long as the others need it."""
-        self.leave()
-        if exit_code == 0:
-            self.stay(EndLimit(title, str(request.plan.run_id), request.config, request.sigterm))
-
     def leave(self) -> None:
-        """Tell the others that this writer has written all its rows, or, on the primary, that the run has ended."""
-        if self._board is None:
+        """Tell the primary that this writer has written all its rows."""
+        if self._board is None or self._is_primary:
             return
         with suppress(RuntimeError):
-            if self._is_primary:
-                self._board.count("ends", 1)
-                return
             entries = self._board.count("entries")
             self._board.put(f"left/{self._label}", f"{entries} {self._board.count(f'entries/{self._label}')}")
-
-    def stay(self, limit: EndLimit) -> None:
-        """After `leave`, on the rank that hosts the board, wait until the primary has ended the run."""
-        if self._board is not None and not self._is_primary and self._hosts_board:
-            board = self._board
-            self._await(lambda: self._others if board.count("ends") <= self._ends else [], limit)
 
     def wait(self, limit: EndLimit) -> list[str]:
         """On the primary, wait until the others have left, while there is time and not after a SIGTERM.
@@ -145,12 +120,8 @@ class WriterBarrier:
         """
         if self._board is None or not self._is_primary:
             return []
-        board = self._board
-        return self._await(lambda: self._missing(board), limit)
-
-    def _await(self, missing: Callable[[], list[str]], limit: EndLimit) -> list[str]:
         with suppress(RuntimeError):
-            while (late := missing()) and not limit.is_terminated:
+            while (late := self._missing(self._board)) and not limit.is_terminated:
                 if not limit.lasts():
                     return late
                 time.sleep(_POLL_S)

@@ -227,7 +227,7 @@ class ClientHandle(Handle):
             self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code), is_last=True)
         finally:
             if self._barrier is not None:
-                self._barrier.depart(self.request, self._title, exit_code)
+                self._barrier.leave()
 
     def end_early(self, exit_code: int) -> None:
         self._gate.end(lambda: self._end(exit_code), self._act_waiting)
@@ -363,8 +363,9 @@ def warn_of_changes(
     Each is shown with its old and its new value, unless that may be a secret.
     """
     old = flat(before)
-    pairs = [(key, old[key], value) for key, value in flat(after).items() if key in old and not _is_own(key)]
-    texts = [_change(key, *values) for key, *values in pairs if _differ(*values)]
+    new = {key: value for key, value in flat(after).items() if key in old and not _is_own(key)}
+    # NaN differs from itself.
+    texts = [_change(key, old[key], value) for key, value in new.items() if value != old[key] and value == value]
     if len(texts) > _MOST_CHANGES:
         texts[_MOST_CHANGES:] = [f"and {len(texts) - _MOST_CHANGES} more"]
     if texts:
@@ -377,11 +378,6 @@ def _change(key: str, *values: Any) -> str:
     texts = ["***" if is_secret else repr(value) for value in values]
     short = [text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..." for text in texts]
     return f"{key}: {' -> '.join(short)}"
-
-
-def _differ(old: Any, new: Any) -> bool:
-    is_number = new == new
-    return bool(old != new) and is_number
 
 
 def _is_own(key: str) -> bool:

@@ -76,9 +76,6 @@ class Gate(PerProcess):
         self._warn_once = WarnOnce(logger)
         register(self)
 
-    def __repr__(self) -> str:
-        return f"Gate({self._title}: run {self._run_id} is {self.state})"
-
     def after_fork_in_child(self) -> None:
         """Refuse everything: the run is the parent's, and the locks may be held forever."""
         self.state = "finished"

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_file, lock_file, open_own
+from flyteplugins_tracking._util.files import lock_file, open_own
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -53,9 +53,6 @@ _HEADER, _ACKNOWLEDGED = b"header", b"acknowledged"
 _LONGEST_NUMBER = 20
 # The longest line that is read, in bytes: a file that is none of ours may have no newline.
 _LONGEST_LINE = 256_000_000
-# Services have steps of 64 bits, and the next step needs room. A row's time is below this, in seconds since the epoch:
-# Python's dates have four digits for a year. An exit code has 32 bits.
-LARGEST_STEP, LATEST_S, _LARGEST_CODE = 2**62, 2.5e11, 2**31
 
 _warn_once = WarnOnce(logger)
 # The journals that this process writes. Closing another descriptor of one would release its lock.
@@ -247,10 +244,12 @@ class StoredJournal:
         if damaged:
             text = "%s is damaged in %d places: what was there is lost, all else is used. It is kept as %s%s"
             _warn_once(str(self.path), text, self.path, damaged, self.path.name, _BAD)
-        yield from (entry for entry in _entries(_parsed(self.path)) if also_sent or entry.number >= acknowledged)
+        for number, record in _parsed(self.path):
+            if _is_number(number) and (also_sent or int(number) >= acknowledged):
+                yield Entry(record, int(number))
 
     def lines(self, *, also_sent: bool = False) -> Iterator[Line]:
-        """Yield the lines of these records. One that is no line is left out: its writer was no version of this.
+        """Yield the lines of these records. One that is no line is left out.
 
         Those of a run that was only kept have "is_kept": their rows are as they were logged.
         """
@@ -319,13 +318,6 @@ def require_all_sent(directory: Path) -> None:
         )
 
 
-def remove_torn(directory: Path) -> None:
-    """Remove this user's empty files of journals, as a power loss leaves them."""
-    for path in directory.glob(f"*{SUFFIX}"):
-        if is_own_file(path) and not path.lstat().st_size:
-            _remove(path)
-
-
 def encode(line: Line) -> bytes:
     """Return a line as a record: JSON, which a reader cannot be made to run.
 
@@ -333,10 +325,7 @@ def encode(line: Line) -> bytes:
         TypeError: JSON cannot hold a value.
         ValueError: JSON cannot hold a value.
     """
-    try:
-        return _encode(line).encode("utf-8", "surrogatepass")
-    except RecursionError:
-        raise ValueError("a value is nested too deeply, or contains itself") from None
+    return _encode(line).encode("utf-8", "surrogatepass")
 
 
 def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
@@ -344,24 +333,8 @@ def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
     for entry in entries:
         with suppress(ValueError, RecursionError):
             line = json.loads(entry.data.decode("utf-8", "surrogatepass"))
-            if _is_line(line):
+            if isinstance(line, dict):
                 yield {**line, "id": f"{name}-{entry.number}"}
-
-
-def _is_line(value: Any) -> bool:
-    """Whether a value is a line that can be sent. A record may come from a stranger's archive."""
-    match value:
-        case {"row": dict(), "step": None | int() | float() as step, "time": int() | float() as time_s}:
-            return 0 <= time_s < LATEST_S and abs(step or 0) < LARGEST_STEP
-        case {"call": str(), "args": list(), "kwargs": dict()} | {
-            "event": str(),
-            "values": dict(),
-            "text": str() | None,
-        }:
-            return True
-        case {"exit_code": int(code)}:
-            return abs(code) < _LARGEST_CODE
-    return False
 
 
 def event_values(line: Line) -> dict[str, Any]:
@@ -399,10 +372,6 @@ def _parse(line: bytes) -> tuple[bytes, bytes]:
     checksum, _, content = line.partition(b" ")
     name, _, text = content.partition(b" ")
     return (name, text) if checksum == b"%08x" % zlib.crc32(content) else (b"", b"")
-
-
-def _entries(parsed: Iterable[tuple[bytes, bytes]]) -> Iterator[Entry]:
-    return (Entry(text, int(name)) for name, text in parsed if _is_number(name))
 
 
 def _is_number(text: bytes) -> bool:

@@ -6,7 +6,6 @@ kept. Its directory is sent later, by the next attempt of the job or by `flytepl
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -18,12 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send, servers_of
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -49,7 +49,6 @@ class OutboxHandle(client.ClientHandle):
     A tracker implements `end_run`, and gives a sink.
 
     Attributes:
-        left_text: What the end says if the service has not taken everything.
         header: What the journal's readers need to know beside what they need of each tracker.
         steps: The steps of the rows.
         undo: Undoes, at the run's end, what was done to the process.
@@ -58,11 +57,6 @@ class OutboxHandle(client.ClientHandle):
     """
 
     header: Mapping[str, Any] = MappingProxyType({})
-
-    left_text = (
-        "%(title)s: run %(id)s: %(place)s has not taken %(what)s. %(kept)s Send the rest when %(title)s answers: "
-        "%(command)s"
-    )
 
     def __init__(
         self,
@@ -119,19 +113,13 @@ class OutboxHandle(client.ClientHandle):
         """Return the request with which another process opens the run, to send what is kept."""
         return self.request
 
-    @property
-    def place(self) -> str:
-        """Where the lines go, in messages."""
-        return self._title
-
     def put(self, line: Line) -> None:
         """Send a line, and keep it until then."""
         self.pass_on(lambda: self._outbox.put(line))
 
     def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
         """Send a row, from within `write`. `time_s` is when it was logged, in seconds since the epoch: now if None."""
-        is_time = time_s is not None and 0 < time_s < LATEST_S
-        self._outbox.put({"row": dict(row), "step": step, "time": time_s if is_time else time.time()})
+        self._outbox.put({"row": dict(row), "step": step, "time": time.time() if time_s is None else time_s})
 
     @property
     def last_step(self) -> Any:
@@ -257,17 +245,13 @@ class OutboxHandle(client.ClientHandle):
 
     def _warn_of_left(self, why: str) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
-        kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
-        values = {
-            "title": self._title,
-            "id": self.id,
-            "place": self.place,
-            "what": f"{rows} rows" if rows else "its end",
-            "kept": kept if lost else "They are kept in files.",
-            "why": why,
-            "command": self.how_to_send(self._outbox.directory),
-        }
-        logger.warning(self.left_text, values)
+        what = f"{rows} rows" if rows else "its end"
+        kept = "They are kept in files."
+        if lost:
+            kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
+        text = "%s: run %s has ended, and %s has not taken %s: %s. %s Send the rest when it answers: %s"
+        command = self.how_to_send(self._outbox.directory)
+        logger.warning(text, self._title, self.id, self._title, what, why, kept, command)
 
 
 class KeptRun(client.Run):
@@ -288,11 +272,7 @@ class KeptRun(client.Run):
             text = "run %s is logged to files: calls of %s() are lost. Kept are those of: %s"
             self._warn_once(name, text, self.id, name, ", ".join(("log", *self._calls)))
             return
-        try:
-            self._keeps.put({"call": name, "args": args, "kwargs": kwargs})
-        except (TypeError, ValueError):
-            text = "run %s is logged to files as JSON: a call of %s() is lost, since JSON cannot hold its arguments"
-            self._warn_once(name, text, self.id, name)
+        self._keeps.put({"call": name, **plain_config({"args": args, "kwargs": kwargs})})
 
 
 class KeptHandle(OutboxHandle):
@@ -308,21 +288,8 @@ class KeptHandle(OutboxHandle):
         return None
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        row = {key: value for key, value in row.items() if self._fits(key, value)}
-        if row:
-            self.put_row(row, None if step is None else self.steps.take(step))
-
-    def _fits(self, key: str, value: Any) -> bool:
-        if isinstance(value, (int, float, str)):
-            return True
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            self._values.warn_once(
-                key, f"a value of type {type(value).__name__} is left out: the run is logged to files as JSON"
-            )
-            return False
-        return True
+        # What JSON cannot hold becomes text.
+        self.put_row(plain_config(row), None if step is None else self.steps.take(step))
 
     def how_to_send(self, directory: str) -> str:
         is_known = self._tracker.name in SENT_LATER

@@ -187,10 +187,8 @@ class Outbox(PerProcess):
         self._unkept_rows = 0
         self._is_parents = False
         self._warn_once = WarnOnce(logger)
-        self._outages = 0  # those that are over
         self._rejected = 0  # lines in a row
         self._deliveries = 0
-        self._wait_s = _WAIT_S
         register(self)
         if self._earlier and sink is not None:
             self._start()
@@ -329,7 +327,7 @@ class Outbox(PerProcess):
             while not self._is_closed:
                 if self._waiting:
                     self._changed.wait_for(
-                        lambda: self._is_closed or self._limit or len(self._waiting) >= _MOST_AT_ONCE, self._wait_s
+                        lambda: self._is_closed or self._limit or len(self._waiting) >= _MOST_AT_ONCE, _WAIT_S
                     )
                     return [] if self._is_closed else list(islice(self._waiting, _MOST_AT_ONCE))
                 self._changed.notify_all()
@@ -340,13 +338,13 @@ class Outbox(PerProcess):
         """Send lines until they are taken, or lost. Returns False if the outbox is closed before that."""
         pause_s = 0.0
         while self._sink is not None and not self._is_closed:
-            began = time.monotonic()
             try:
                 self._sink.send(lines, None if self._limit is None else self._limit.left_s)
                 self._rejected = 0
             except AwayError as error:
                 text = "%s: run %s: %s. Rows are kept, and sent when it answers"
-                self._warn_once(f"outage {self._outages}", text, self._title, self._run_id, error)
+                if not pause_s:
+                    logger.warning(text, self._title, self._run_id, error)
                 pause_s = min(max(_SHORTEST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
                 self._pause(pause_s)
                 continue
@@ -361,14 +359,11 @@ class Outbox(PerProcess):
                 self._warn_once(what, text, self._title, self._run_id, what, error, exc_info=is_unknown)
             if pause_s:
                 logger.warning("%s: run %s: the service answers again", self._title, self._run_id)
-                self._outages += 1
             with self._changed:
                 self._deliveries += 1
                 if self._limit is not None:
                     self._limit.moved()
                 self._changed.notify_all()
-            # With many ranks in one store, each waits longer: none writes for more than half of the time.
-            self._wait_s = max(_WAIT_S, time.monotonic() - began)
             return True
         return False
 

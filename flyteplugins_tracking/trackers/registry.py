@@ -126,11 +126,8 @@ def propagated_to(config: TrackingConfig, propagated: Mapping[str, Any]) -> Trac
     if not propagated:
         return config
     tracker = find_tracker(config.tracker if "tracker" in config.given else propagated.get("tracker", config.tracker))
-    named = find_tracker(propagated.get("tracker", tracker))
     foreign = {name for name in propagated if name not in tracker.arguments and name not in OWN_ARGUMENTS}
     foreign = _known_to_any(foreign)
-    if named.name != tracker.name:  # an argument that two trackers take is for the one that is named
-        foreign |= {*named.arguments} - OWN_ARGUMENTS
     foreign |= {"download_logs"} & tracker.unsupported.keys()
     merged = config.with_defaults({name: value for name, value in propagated.items() if name not in foreign})
     check_config(merged)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.trackers.journal import LARGEST_STEP
 
 logger = logging.getLogger(__name__)
 
 Log = Callable[[Any], Any]
+# Services have steps of 64 bits, and the next step needs room.
+_LARGEST_STEP = 2**62
 
 
 class RowBuffer:
@@ -75,12 +75,7 @@ class RowBuffer:
             if commit is False:
                 self._waiting.add({**waiting, **row})
                 return None
-        try:
-            return self._log(log, {**waiting, **row})
-        except Exception:
-            if waiting:  # they may be the cause: this row must not be lost for them
-                self._log(log, row)
-            raise
+        return self._log(log, {**waiting, **row})
 
     def commit(self, log: Log) -> None:
         """Log the values that still wait for a row. Raises nothing, since the run is ending."""
@@ -149,7 +144,7 @@ class Steps:
     """
 
     def __init__(
-        self, values: MetricSanitizer, last: int = -1, smallest: int = -LARGEST_STEP, stride: int = 1, offset: int = 0
+        self, values: MetricSanitizer, last: int = -1, smallest: int = -_LARGEST_STEP, stride: int = 1, offset: int = 0
     ) -> None:
         """Initialize the steps, which the service takes from `smallest` on. `values` warns about others."""
         self.last = last
@@ -169,8 +164,8 @@ class Steps:
         try:
             number = int(step)
         except (TypeError, ValueError, OverflowError):
-            number = LARGEST_STEP
-        if self._smallest <= number < LARGEST_STEP:
+            number = _LARGEST_STEP
+        if self._smallest <= number < _LARGEST_STEP:
             return number
         text = f"the service takes whole numbers from {self._smallest} on as steps: the row gets the next step"
         self._values.warn_once(f"step={step!r}", text)
@@ -180,17 +175,15 @@ class Steps:
 class MetricSanitizer:
     """Makes plain rows of what a rank logs, for a service that takes numbers. W&B's client gets what was logged."""
 
-    def __init__(self, title: str, prefix: str = "", odd_floats: str | None = None) -> None:
+    def __init__(self, title: str, prefix: str = "") -> None:
         """Initialize the sanitizer.
 
         Args:
             title: The service's name in messages.
             prefix: Goes before each key.
-            odd_floats: How the service treats NaN and infinities, for a warning; None if it keeps them.
         """
         self._title = title
         self._prefix = prefix
-        self._odd_floats = odd_floats
         self._warn_once = WarnOnce(logger)
 
     def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,20 +207,10 @@ class MetricSanitizer:
 
     def _number(self, key: str, value: Any) -> Any:
         if type(value) is float or type(value) is int:
-            plain: Any = value
-        else:
-            plain = self._unusual(key, value)
-        if isinstance(plain, float) and self._odd_floats is not None and not math.isfinite(plain):
-            self.warn_once(key, f"{plain} is {self._odd_floats}")
-        return plain
-
-    def _unusual(self, key: str, value: Any) -> Any:
+            return value
         if value is None:
             self.warn_once(key, "None is left out: it is not a value")
             return None
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # of NumPy and torch
             value = value.item()
-        if isinstance(value, bool):
-            self.warn_once(key, "a bool is logged as 1 or 0")
-            return int(value)
-        return value
+        return int(value) if isinstance(value, bool) else value

@@ -29,9 +29,6 @@ from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._commands.send import main as send
-from flyteplugins_tracking.trackers.mlflow.run import MlflowSanitizer, MlflowSink
-from flyteplugins_tracking.trackers.mlflow.vendor import Service
-from flyteplugins_tracking.trackers.rows import Steps
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 
@@ -99,7 +96,7 @@ def test_values_that_mlflow_cannot_hold_warn_once_for_each_key(fluent):
     assert math.isnan(run.values("nan")[0])
     assert run.values("odd_key") == [1.0]
     assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
-    for said in ("'truth': a bool", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
+    for said in ("'none': None", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
     assert done.output.count("run fluent: Params keep their first values") == 1
 
@@ -222,7 +219,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert noted["slowest_s"] < 0.2 * jobs.TIME_SCALE
     assert noted["end_s"] < 3 * jobs.TIME_SCALE  # kill_after_s=6
     (said,) = (line for line in done.output.splitlines() if "They are kept in files" in line)
-    words, more = jobs.printed(said.rpartition("MLflow answers: ")[2])
+    words, more = jobs.printed(said.rpartition("it answers: ")[2])
     command = [sys.executable, "-m", "flyteplugins_tracking", *words]
     sent = jobs.run(command, tmp_path, {**environment(server), **more})
     assert sent.returncode == 0, sent.output
@@ -294,29 +291,6 @@ def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, when):
     logged = logged_by_killed_training(tmp_path, "mlflow", when, environment(server), kills, 1.0, when)
     assert assert_each_once(server, when, logged) == "FINISHED"
     assert not journals_left(tmp_path)
-
-
-def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tmp_path, monkeypatch):
-    """It would keep both of two equal points."""
-    from mlflow import MlflowClient
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = f"file://{tmp_path}"
-    client = MlflowClient(uri)
-    run_id = client.create_run(client.create_experiment("directory")).info.run_id
-    numbers = [0.5, math.nan, 2.0]
-    lines = [
-        {"row": {"a": value, "b": 1.0}, "step": step, "time": 1_700_000_000.0} for step, value in enumerate(numbers)
-    ]
-    for _ in range(2):  # the second time, as the next attempt does
-        values = MlflowSanitizer("MLflow")
-        sink = MlflowSink(Service(uri), run_id, "name", values, Steps(values))
-        sink.send(lines, None)
-    sink.send([{"row": {"a": 2.0}, "step": 3, "time": 1_700_000_000.0}], None)
-    history = client.get_metric_history
-    stored_points = [(point.step, point.value) for point in history(run_id, "a")]
-    assert repr(stored_points) == repr([(0, 0.5), (1, math.nan), (2, 2.0), (3, 2.0)])
-    assert len(history(run_id, "b")) == 3
 
 
 @pytest.mark.wide

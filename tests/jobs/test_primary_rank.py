@@ -8,7 +8,7 @@ import sys
 import pytest
 from faults.matrix import agent, until_logged
 from support import jobs
-from support.harness import ENDS, Job, ends, job, python
+from support.harness import ENDS, Job, ends, job
 
 RANKS = 4
 SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
@@ -104,21 +104,6 @@ def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
         ends_once_all_have_returned(started)
         (run,) = started.server.runs
         assert (run.config["rank"], len(run.senders)) == (3, RANKS)
-
-
-@pytest.mark.full
-def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_run(tmp_path):
-    """Three nodes without an agent, whose only store is the process group's."""
-    with job(tmp_path) as started:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port()), "WORLD_SIZE": "3"}
-        how = ends({"1": "until go", "*": "return"}, group=True, tracking={**SHARED, "kill_after_s": 605})
-        for rank in range(3):
-            place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            started.start(python(), {**address, **place, "GROUP_WORLD_SIZE": "3"}, **how)
-        started.wait_for("returns", 2)
-        (late,) = started.wait_for("ready 1 0")
-        started.log_more(rows=20, but_not=set(started.notes()) - {late})
-        ends_once_all_have_returned(started)
 
 
 @pytest.mark.wide

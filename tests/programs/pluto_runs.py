@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, should_stop, tracking_init
+from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, tracking_init
 
 DIRECTORY = Path(os.environ["TRAIN_DIR"])
 PLUTO = {"tracker": "pluto", "project": "tests"}
@@ -81,12 +81,6 @@ def ranks() -> None:
             run.log({**odd, "ä": number, "large": 10**30}, step=10_000)
         run.log({"below": 1}, step=-1)
         run.finish()  # as a framework would: the run is not its to end
-    refused = []
-    for change in (lambda: run.update_config({"of": rank}), lambda: run.add_tags(f"of-{rank}")):
-        try:
-            change()
-        except TrackingError as error:
-            refused.append(type(error).__name__)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         in_children = pool.map(in_pool, range(4))
     print(f"said by rank {rank}", flush=True)
@@ -99,7 +93,6 @@ def ranks() -> None:
         has_key=key().strip() in command_lines(),
         has_uploader=bool(psutil.Process().children(recursive=True)),
         in_children=in_children,
-        refused=refused,
     )
 
 
@@ -203,21 +196,7 @@ def log(run: Any, numbers: range) -> float:
     return slowest
 
 
-def cancelled() -> None:
-    """The run is cancelled at the service while it trains."""
-
-    @tracking_init(**PLUTO, id="cancelled")
-    def train() -> None:
-        while not should_stop():
-            get_run().log({"x": 1.0})
-            time.sleep(0.05)
-        (DIRECTORY / "saved").touch()
-
-    train()
-
-
 if __name__ == "__main__":
     logging.basicConfig()
     SCENARIOS: dict[str, Callable[[], None]] = {"ranks": ranks, "singles": singles, "mute": mute}
-    SCENARIOS["cancelled"] = cancelled
     SCENARIOS[sys.argv[1]]()

@@ -74,7 +74,6 @@ class RecordedRun:
         names: The registered keys, by their type.
         logs: The lines of the console.
         data: What came to /ingest/data.
-        cancel_requested: Whether somebody has cancelled the run at the service: a test sets it.
     """
 
     id: str
@@ -86,7 +85,6 @@ class RecordedRun:
     metadata: Json
     notes: str = ""
     status: str = "RUNNING"
-    cancel_requested: bool = False
     creates: list[Json] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
     lines: list[Json] = field(default_factory=list)
@@ -205,8 +203,7 @@ class PlutoServer(LoopbackServer):
             raise RefusedError(404, f"unknown path {path}")
         run = self._of(posted["runId"])
         _UPDATES[path](run, posted)
-        is_cancelled = run.cancel_requested and path == "/api/runs/trigger"
-        return {"success": True, "status": "CANCELLED" if is_cancelled else "RUNNING"}
+        return {"success": True, "status": "RUNNING"}
 
     def _create(self, posted: Json) -> Json:
         run_id, project, tags = posted["externalId"], posted["projectName"], posted.get("tags") or []

@@ -254,7 +254,7 @@ def test_an_empty_string_is_not_given(empty):
     with pytest.raises(ConfigError, match="did you mean 'project'"):
         tracking_init(projct=empty)
     given = TrackingConfig.from_arguments(propagated)
-    assert given.with_overrides({"project": empty, "notes": empty}).arguments == given.arguments
+    assert given.for_parent({"project": empty, "notes": empty}).arguments == given.arguments
     assert tracking_config(project=empty, name=empty) == tracking_config()
 
 

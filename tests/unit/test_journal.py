@@ -100,23 +100,8 @@ def test_what_is_no_journal_of_this_user_is_left_out_and_nobody_waits_for_it(lef
         left.unlink()
         os.mkfifo(left) if planted == "fifo" else left.with_name(f"{planted}.journal.txt").symlink_to("/dev/zero")
     assert files.stored(left.parent) == []
-    files.remove_torn(left.parent)
     assert "is left out" in caplog.text
     assert "\x1b" not in caplog.text
-
-
-def test_a_record_that_cannot_be_sent_is_left_out():
-    row = {"row": {"n": 1}, "step": 1, "time": 1.0}
-    bad = [
-        *([], 1, "x", {}, {"row": {}}, {**row, "row": [1]}, {"row": {}, "time": 1.0}, {"row": {}, "step": 1}),
-        *({**row, "step": step} for step in ("1", {}, float("inf"), float("nan"), 10**30, -(10**30))),
-        *({**row, "time": time_s} for time_s in ("1", None, float("inf"), float("nan"), -1, 1e12, 10**400)),
-        *({"call": "alert"}, {"call": 1, "args": [], "kwargs": {}}, {"call": "alert", "args": {}, "kwargs": {}}),
-        *({"event": "stop"}, {"event": "stop", "values": [], "text": ""}, {"exit_code": "0"}, {"exit_code": 10**17}),
-    ]
-    kept = [row, {**row, "step": None}, {"call": "alert", "args": ["x"], "kwargs": {}}, {"exit_code": 143}]
-    entries = [files.Entry(files.encode(one), number) for number, one in enumerate([*bad, *kept])]
-    assert [{**one, "id": None} for one in files.lines_of("x", entries)] == [{**one, "id": None} for one in kept]
 
 
 PROGRAM_THAT_IS_KILLED = """

@@ -110,22 +110,14 @@ def test_a_page_is_the_experiments_runs_with_a_filter_by_our_tag(bare_environmen
     assert page(Page("run", "r")) == ADDRESS
 
 
-def test_flytekits_links_lead_to_the_experiment_if_its_id_is_known(bare_environment):
-    tracker = find_tracker("mlflow")
+def test_flytekits_link_leads_to_the_experiment_if_its_id_is_known(bare_environment):
+    def link(**arguments):
+        return find_tracker("mlflow").link(TrackingConfig.from_arguments({"tracker": "mlflow", **arguments}), ())
 
-    def link(pages, **arguments):
-        return tracker.link(
-            TrackingConfig.from_arguments({"tracker": "mlflow", "tracking_uri": ADDRESS, **arguments}), pages
-        )
-
-    run, group = (Page("run", ""),), (Page("group", ""),)
-    known = {"mlflow_host": ADDRESS, "mlflow_experiment_id": "7"}
-    assert link(run, experiment_id=7) == {"link_type": "tracking-mlflow", **known}
-    assert link(run, experiment_id=7, id="x") == {"link_type": "tracking-mlflow-id", **known, "mlflow_id": "x"}
-    assert link(group, experiment_id=7) == {"link_type": "tracking-mlflow-group", **known}
-    assert link(None, experiment_id=7) == {"link_type": "tracking-mlflow-experiment", **known}
-    assert link(run, project="named") == {"link_type": "tracking-mlflow-host", "mlflow_host": ADDRESS}
-    assert tracker.link(TrackingConfig.from_arguments({"tracker": "mlflow"}), run) == {}
+    page = f"{ADDRESS}/#/experiments/7/runs"
+    assert link(tracking_uri=ADDRESS, experiment_id=7) == {"link_type": "tracking-mlflow", "mlflow_page": page}
+    assert link(tracking_uri=ADDRESS, project="named") == {"link_type": "tracking-mlflow", "mlflow_page": ADDRESS}
+    assert link() == {}
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])

@@ -74,7 +74,8 @@ def test_an_outage_is_told_once_and_loses_nothing(service, caplog):
 def test_what_a_service_has_not_taken_in_time_is_sent_before_the_next_attempts_rows(service, caplog):
     service.is_away.set()
     log(service, range(5), kill_after_s=0.2)
-    assert "Away has not taken 5 rows. They are kept in files." in caplog.text
+    why = "nothing has moved for 0.1 s (kill_after_s=0.2)"
+    assert f"Away has not taken 5 rows: {why}. They are kept in files." in caplog.text
     assert f"flyteplugins-tracking send {LEFT.absolute()}" in caplog.text
     service.is_away.clear()
     log(service, range(5, 8))
@@ -146,7 +147,8 @@ def test_what_memory_has_no_room_for_is_told_and_the_next_attempt_sends_it(servi
     assert 0 < sent < 20
     assert (service.numbers, kept_in()) == ([*range(sent)], [*range(sent, 100)])
     assert "What is logged from now on is in files" in caplog.text
-    assert f"Away: run train: Away has not taken {100 - sent} rows. They are kept in files." in caplog.text
+    why = "more waited than memory has room for"
+    assert f"run train has ended, and Away has not taken {100 - sent} rows: {why}. They are kept in" in caplog.text
     log(service, range(100, 103))
     assert service.numbers == [*range(103)]
     assert not LEFT.exists()
@@ -166,7 +168,8 @@ def test_a_full_disk_costs_no_row_that_the_service_takes_and_the_others_are_coun
     assert service.numbers == [*range(10)]
     service.taken, service.enough = [], 2
     log(service, numbers(3), kill_after_s=0.2)
-    assert "Away has not taken 8 rows. 1 of them are kept in files, and 7 are lost" in caplog.text
+    assert "Away has not taken 8 rows: nothing has moved for 0.1 s" in caplog.text
+    assert "1 of them are kept in files, and 7 are lost" in caplog.text
 
 
 def test_a_run_in_files_is_sent_whatever_its_steps_are_and_called_sent_when_it_is(service, monkeypatch):

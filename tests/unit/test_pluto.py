@@ -70,7 +70,7 @@ def sink(monkeypatch):
     from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
     from flyteplugins_tracking.trackers.rows import Steps
 
-    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
+    settings = SimpleNamespace(mode=None, http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
     values = PlutoSanitizer("Pluto", "")
     sink = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(values), values.accepted)
     sink.values, sink.posted = values, defaultdict(list)
@@ -85,13 +85,12 @@ def test_a_journal_posts_nothing_but_what_describes_its_own_run(sink):
     assert json.loads(sink.posted["/api/runs/tags/update"][0]) == {"tags": ["a"], "runId": 7}
 
 
-def test_a_value_that_the_service_does_not_take_costs_no_other_value_of_a_kept_row(sink, caplog):
-    row = {"n": 1, "seed": 2**70, "huge": 10**400, "text": "a" * 300, "label": "a"}
+def test_a_value_that_the_service_does_not_take_costs_no_other_value_of_a_kept_row(sink):
+    row = {"n": 1, "seed": 2**70, "text": "a" * 300, "label": "a"}
     assert sink.values.clean(row) == {"n": 1, "seed": 2.0**70, "label": "a"}
     sink.send([{"row": row, "step": 1, "time": 1.0, "id": "x", "is_kept": True}], None)
     assert json.loads(sink.posted["/ingest/metrics"][0])["data"] == {"n": 1, "seed": 2.0**70}
     assert sink.posted["/ingest/data"][0].count("\n") == 1
-    assert "larger than any float" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -162,13 +161,3 @@ def test_a_decorated_function_is_pickled_without_a_key(monkeypatch):
     monkeypatch.setenv("PLUTO_API_KEY", KEY)
     monkeypatch.setattr(sys.modules[__name__], "plain", tracking_init(tracker="pluto", id="a")(plain))
     assert KEY.encode() not in pickle.dumps(plain)
-
-
-def test_an_answer_of_something_else_than_pluto_is_a_refusal():
-    httpx = pytest.importorskip("httpx")
-    from flyteplugins_tracking.trackers.pluto.open import RefusedError, _number_in
-
-    assert _number_in(httpx.Response(200, text='{"runId": 7}'), "at x") == 7
-    for text in ("<html>Please sign in</html>", "", "[]", "{}", '{"runId": null}', "null"):
-        with pytest.raises(RefusedError, match="not as Pluto answers: check the address, at x"):
-            _number_in(httpx.Response(200, text=text), "at x")

@@ -11,9 +11,10 @@ import time
 
 import pytest
 
-from flyteplugins_tracking import ConfigError, TrackerUnavailableError, tracking_init
+from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
+from flyteplugins_tracking.trackers.outbox import AwayError
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
 
 TOKEN = "canary" + "0" * 34
@@ -109,7 +110,7 @@ def test_an_answer_that_drips_is_an_outage_in_time():
 
         threading.Thread(target=drip, daemon=True).start()
         try:
-            with pytest.raises(TrackerUnavailableError, match="cannot be used: not within") as caught:
+            with pytest.raises(AwayError, match="does not answer: not within") as caught:
                 _client(f"http://127.0.0.1:{listener.getsockname()[1]}", "token", time.monotonic() + 2)
         finally:
             is_over.set()

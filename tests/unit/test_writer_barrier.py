@@ -82,6 +82,7 @@ def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
     monkeypatch.setattr(barrier, "job_board", unreachable)
     info = DistributedInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
     plan = RunPlan(opens=True, run_id="run", primary=False, writers=2)
-    request = SimpleNamespace(info=info, plan=plan, planned_run_id="run", restart_count=0)
-    WriterBarrier.entered(request, "Pluto", "rank-1", []).leave()
+    config = SimpleNamespace(run_mode="shared", rank_scope="global")
+    request = SimpleNamespace(info=info, plan=plan, config=config, planned_run_id="run", restart_count=0)
+    WriterBarrier.of_ranks(request, "Pluto").leave()
     assert "the store that the ranks share does not answer (timed out)" in caplog.text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -13,13 +13,10 @@ from flyteplugins_tracking._util.checks import check_flag, check_no_password, ch
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking.trackers.idle import keep_idle
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
 
 # The tags by which runs are found.
 ID_TAG = "flyteplugins_tracking.run_id"
@@ -74,14 +71,6 @@ class MlflowTracker(Tracker):
         name = config.options.get("experiment_name") or config.project or os.environ.get("MLFLOW_EXPERIMENT_NAME")
         return {"experiment": _experiment_id(config) or name, "server": _host(config)}
 
-    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-        host, experiment_id = _host(config), _experiment_id(config)
-        if host is None:
-            return {}
-        place = {"host": host, "experiment_id": experiment_id}
-        above = "host" if experiment_id is None else "experiment" if pages is None else ""
-        return template_values("mlflow", config, pages or (), place, above)
-
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
 
@@ -106,10 +95,13 @@ class MlflowTracker(Tracker):
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
         from contextlib import ExitStack
+        from functools import partial
 
+        from flyteplugins_tracking.trackers.client import ended_if_interrupted, new_id
         from flyteplugins_tracking.trackers.kept import open_or_keep
         from flyteplugins_tracking.trackers.mlflow import vendor
-        from flyteplugins_tracking.trackers.mlflow.run import to_be_sent, use_credentials
+        from flyteplugins_tracking.trackers.mlflow.open import end_run, open_run
+        from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle, to_be_sent, use_credentials
 
         _check_id(request.plan.run_id)
         vendor.require()
@@ -118,23 +110,17 @@ class MlflowTracker(Tracker):
         uri, place = str(request.config.options.get("tracking_uri") or mlflow.get_tracking_uri()), {}
         if not request.config.options.get("tracking_uri") and vendor.uri_set_by_program() and not has_credentials(uri):
             place = {"tracking_uri": uri}  # no argument and no variable tells it to the process that sends rows later
+
+        def open_handle() -> MlflowHandle:
+            run_id = request.plan.run_id or new_id()
+            opened = open_run(request, vendor.Service(uri, request.deadline), run_id)
+            of_run = replace(request, plan=replace(request.plan, run_id=run_id))
+            with ended_if_interrupted(of_run, partial(end_run, of_run, uri, opened)):
+                return MlflowHandle(of_run, self, uri, opened, undo)
+
         with ExitStack() as undo:
             undo.callback(use_credentials(request.read_secret()))
-            return open_or_keep(to_be_sent(request, place), self, lambda: self._open(request, uri, undo))
-
-    def _open(self, request: RunRequest, uri: str, undo: ExitStack) -> Any:
-        from functools import partial
-
-        from flyteplugins_tracking.trackers.client import ended_if_interrupted, new_id
-        from flyteplugins_tracking.trackers.mlflow.open import end_run, open_run
-        from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
-        from flyteplugins_tracking.trackers.mlflow.vendor import Service
-
-        run_id = request.plan.run_id or new_id()
-        opened = open_run(request, Service(uri, request.deadline), run_id)
-        request = replace(request, plan=replace(request.plan, run_id=run_id))
-        with ended_if_interrupted(request, partial(end_run, request, uri, opened)):
-            return MlflowHandle(request, self, uri, opened, undo)
+            return open_or_keep(to_be_sent(request, place), self, open_handle)
 
 
 def _check_addresses(options: Mapping[str, Any]) -> None:

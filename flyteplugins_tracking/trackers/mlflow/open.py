@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._util.plain import flat
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import (
     ended_if_interrupted,
@@ -21,13 +21,13 @@ from flyteplugins_tracking.trackers.client import (
 )
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
-from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
+from flyteplugins_tracking.trackers.mlflow.vendor import Service
 
 logger = logging.getLogger(__name__)
 
 # Tags with which runs are not found.
 CONFIG_TAG = "flyteplugins_tracking.config"
-ATTEMPTS_TAG = "flyteplugins_tracking.attempts"
+RESUMED_TAG = "flyteplugins_tracking.resumed"
 # What the tags begin with that have values of params which an earlier attempt has set otherwise.
 PARAMS_TAG = f"{OWN}.params."
 RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
@@ -60,28 +60,22 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
         UnavailableError: The server does not answer in time.
         RejectedError: The server rejects a request.
         TrackerUnavailableError: The rank that creates the run has not created it in time.
-        ConfigError: The experiment or the run cannot be logged to.
     """
     run = _chosen(request, service)
     experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
     with ended_if_interrupted(request, functools.partial(_end_interrupted, request, service, experiment_id, run_id)):
-        return _open_in(request, service, run_id, experiment_id, run)
-
-
-def _open_in(request: RunRequest, service: Service, run_id: str, experiment_id: str, run: Any) -> Opened:
-    if not request.plan.ends_run:
-        run = run or _awaited(request, service, experiment_id, run_id)
-        return Opened(run, ATTEMPTS_TAG in run.data.tags)
-    tags, name = _tags(request, run_id), request.config.name or request.plan.run_id
-    if run is None:
-        run, is_new = _find_or_create(service, experiment_id, run_id, name, tags)
-        if is_new:
-            return Opened(run, False)
-    attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
-    tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
-    service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
-    service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
-    return Opened(run, True)
+        if not request.plan.ends_run:
+            run = run or _awaited(request, service, experiment_id, run_id)
+            return Opened(run, RESUMED_TAG in run.data.tags)
+        tags, name = _tags(request, run_id), request.config.name or request.plan.run_id
+        if run is None:
+            run, is_new = _find_or_create(service, experiment_id, run_id, name, tags)
+            if is_new:
+                return Opened(run, False)
+        tags[RESUMED_TAG] = "true"
+        service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
+        service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
+        return Opened(run, True)
 
 
 def _end_interrupted(
@@ -123,13 +117,7 @@ def _chosen(request: RunRequest, service: Service) -> Any:
     run_id = os.environ.get(RUN_ID_VARIABLE)
     if not run_id or request.plan.run_id != run_id:
         return None
-    try:
-        run = service.persist(lambda client: client.get_run(run_id))
-    except RejectedError as error:
-        raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is not a run of this server: {error}") from None
-    if run.info.lifecycle_stage == "deleted":
-        raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is a deleted run: restore it, or unset the variable")
-    return run
+    return service.persist(lambda client: client.get_run(run_id))
 
 
 def _experiment_id(request: RunRequest, service: Service) -> str:
@@ -149,18 +137,7 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
         found = client.get_experiment_by_name(name)
         return found or client.get_experiment(client.create_experiment(name))
 
-    def once() -> Any:
-        try:
-            return service.ask(find_or_create)
-        except RejectedError as error:
-            if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank has just created it
-                raise
-            return None
-
-    experiment = service.until(once)
-    if experiment.lifecycle_stage == "deleted":
-        raise ConfigError(f"the experiment {name!r} is deleted: restore it, or choose another one")
-    return str(experiment.experiment_id)
+    return str(service.persist(find_or_create).experiment_id)
 
 
 def _awaited(request: RunRequest, service: Service, experiment_id: str, run_id: str) -> Any:

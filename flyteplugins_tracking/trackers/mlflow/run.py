@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import posixpath
@@ -24,7 +25,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.idle import is_idle
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
+from flyteplugins_tracking.trackers.mlflow import run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import (
     LONGEST_PARAM,
     LONGEST_TAG,
@@ -40,8 +41,8 @@ from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
 
-# The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
-_STATUS_S = 3.0
+# The longest wait for an answer that says whether the server is there, in seconds.
+_ANSWER_S = 3.0
 # How many points are sent in one call, which has the time limit of one request.
 _MOST_POINTS = 1000
 # The longest name of a metric.
@@ -74,6 +75,7 @@ class MlflowHandle(OutboxHandle):
             uri: The tracking URI.
             opened: The run on the server.
             undo: Undoes what was done to the process. The handle takes it over, and closes it when the run has ended.
+                If it cannot be made, that is left to the caller.
         """
         values = MlflowSanitizer(tracker.title, prefix_of(request))
         self.uri, self.opened = uri, opened
@@ -84,16 +86,11 @@ class MlflowHandle(OutboxHandle):
         sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), values, steps)
         super().__init__(request, tracker, sink, values, steps)
         self.run = run_class()(opened.run, self)
+        activate(self.run, uri, opened.run.info.experiment_id, undo)
+        if request.plan.primary:
+            self.set_params(params(request.config.config or {}))
+        self._monitor = self._start_monitor(request.config.options.get("log_system_metrics"))
         self.undo = undo.pop_all()
-        try:
-            activate(self.run, uri, opened.run.info.experiment_id, self.undo)
-            if request.plan.primary:
-                self.set_params(params(request.config.config or {}))
-            self._monitor = self._start_monitor(request.config.options.get("log_system_metrics"))
-        except BaseException:
-            self.undo.close()
-            self._send_end(1, _STATUS_S)
-            raise
 
     @property
     def is_resumed(self) -> bool:
@@ -111,16 +108,6 @@ class MlflowHandle(OutboxHandle):
         return ended_with if vendor.last_at(run) > time_s else None
 
     @property
-    def url(self) -> str | None:
-        """The run's page; None if the address of the UI is not known."""
-        url: str | None = self.run.url
-        return url
-
-    @property
-    def place(self) -> str:
-        return without_credentials(self.uri)
-
-    @property
     def arguments(self) -> dict[str, str]:
         """The arguments with which another process finds the run."""
         arguments = {"experiment_id": self.opened.run.info.experiment_id}
@@ -130,7 +117,7 @@ class MlflowHandle(OutboxHandle):
         return to_be_sent(self.request, self.arguments)
 
     def how_to_view(self) -> str:
-        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(self.place)}"
+        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         at = self.steps.take(step)
@@ -220,7 +207,7 @@ class MlflowHandle(OutboxHandle):
         self.close_outbox(exit_code, limit)
 
     def _answers(self) -> bool:
-        service = Service(self.uri, time.monotonic() + _STATUS_S, is_known=True)
+        service = Service(self.uri, time.monotonic() + _ANSWER_S, is_known=True)
         return bool(service.ask(lambda client: client.get_run(self.opened.run.info.run_id)))
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
@@ -231,8 +218,7 @@ class MlflowSanitizer(MetricSanitizer):
     """Makes rows of what a rank logs: numbers by the names that MLflow takes."""
 
     def __init__(self, title: str, prefix: str = "") -> None:
-        odd = "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
-        super().__init__(title, prefix, odd_floats=odd)
+        super().__init__(title, prefix)
         self._names: dict[str, str] = {}  # the names that MLflow takes, by key
 
     def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,13 +253,12 @@ class MlflowSanitizer(MetricSanitizer):
 
 
 class MlflowSink:
-    """Sends lines to a run. They can be sent twice: of two equal points, MLflow keeps one."""
+    """Sends lines to a run. They can be sent twice: of two equal points, MLflow's databases keep one."""
 
     def __init__(self, service: Service, run_id: str, planned_id: str, values: MlflowSanitizer, steps: Steps) -> None:
         """`run_id` is MLflow's id of the run, and `planned_id` the one of its plan, for messages."""
         self._service, self._run_id, self._planned_id = service, run_id, planned_id
         self._values, self._steps = values, steps
-        self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
         self._service.deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -293,24 +278,7 @@ class MlflowSink:
         return [Metric(key, value, time_ms, step) for key, value in self._values.metrics_of(line["row"]).items()]
 
     def _log_points(self, points: Sequence[Any]) -> None:
-        def log(client: Any) -> None:
-            missing = self._missing(client, points) if kind_of(self._service.uri) == "file" else points
-            client.log_batch(self._run_id, missing, synchronous=True)
-
-        try:
-            self._service.ask(log)
-        except Exception:
-            self._present.clear()  # a part may have been written
-            raise
-
-    def _missing(self, client: Any, points: Sequence[Any]) -> Sequence[Any]:
-        """Return the points that are not in the run's directory yet. It would keep both of two equal ones.
-
-        A process that was killed while it sent them may have written a part. A database keeps one of two equal points.
-        """
-        for key in {point.key for point in points}.difference(self._present):
-            self._present[key] = set(map(_comparable, client.get_metric_history(self._run_id, key)))
-        return [point for point in points if _comparable(point) not in self._present[point.key]]
+        self._service.ask(lambda client: client.log_batch(self._run_id, points, synchronous=True))
 
     def _change_tags(self, values: Mapping[str, Any]) -> None:
         if new := {key: str(value)[-LONGEST_TAG:] for key, value in values.items() if value is not None}:
@@ -337,11 +305,6 @@ class MlflowSink:
             else:
                 text = "MLflow: run %s: the server rejects the %s %r: %s"
                 _warn_once((self._planned_id, kind, *values), text, self._planned_id, kind[:-1], *values, error)
-
-
-def _comparable(point: Any) -> tuple[int, int, str]:
-    """Return what makes two points of a metric equal. NaN is equal to NaN here."""
-    return point.step, point.timestamp, repr(float(point.value))
 
 
 def _values_of(line: Line) -> dict[str, str]:
@@ -465,6 +428,7 @@ def join_clients_calls(config: TrackingConfig | None = None) -> None:
         mlflow.set_tracking_uri(uri)  # a script's `set_experiment` comes before its run
     join_calls(mlflow.start_run, _join)
     join_calls(mlflow.set_experiment, _keep_experiment)
+    join_calls(mlflow.set_tracking_uri, _keep_server)
 
 
 def _join(given: Mapping[str, Any]) -> Any:
@@ -497,17 +461,14 @@ def _keep_experiment(given: Mapping[str, Any]) -> Any:
     return experiment
 
 
-def _keep_server(set_tracking_uri: Callable[..., None]) -> Callable[..., None]:
-    """Return what `mlflow.set_tracking_uri` does: while a run is open, nothing, since another server lacks the run."""
-
-    @functools.wraps(set_tracking_uri)
-    def kept(uri: Any) -> None:
-        if not _open:
-            set_tracking_uri(uri)
-        elif str(uri) != _open[-1][0]._handle.uri:
-            _warn_of_place(_open[-1][0], f"set_tracking_uri({without_credentials(str(uri))!r})", "tracking_uri")
-
-    return kept
+def _keep_server(given: Mapping[str, Any]) -> Any:
+    """Answer a `mlflow.set_tracking_uri` while a run is open, which has no effect: another server lacks the run."""
+    if not _open:
+        return None
+    run, uri = _open[-1][0], str(given.get("uri"))
+    if uri != run._handle.uri:
+        _warn_of_place(run, f"set_tracking_uri({without_credentials(uri)!r})", "tracking_uri")
+    return run._handle.uri
 
 
 def _warn_of_place(run: Any, call: str, argument: str) -> None:
@@ -543,7 +504,9 @@ def _accepted_params(run_id: str, values: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _use_server(uri: str, undo: ExitStack) -> None:
-    set_tracking_uri = vendor.replace_set_tracking_uri(_keep_server)
+    import mlflow
+
+    set_tracking_uri = inspect.unwrap(mlflow.set_tracking_uri)  # MLflow's own
     before, variable = vendor.uri_set_by_program(), os.environ.get("MLFLOW_TRACKING_URI")
     set_tracking_uri(uri)  # even if it is that of the variable, which the function may change
 

@@ -43,10 +43,11 @@ _API = "/api/2.0/mlflow/"
 # The longest time for a call for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
-# MLflow's error codes for credentials, and those that no other try can change.
+# MLflow's error codes for credentials, and those that no other try can change. What exists already, another rank has
+# just created.
 _UNAUTHORIZED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _FINAL = (
-    *("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "MALFORMED_REQUEST", "RESOURCE_ALREADY_EXISTS"),
+    *("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "MALFORMED_REQUEST"),
     *("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "ENDPOINT_NOT_FOUND"),
 )
 
@@ -69,17 +70,9 @@ class UnauthorizedError(UnavailableError):
 
 
 class RejectedError(outbox.RejectedError):
-    """The server rejects a request, and would reject it again.
-
-    Attributes:
-        code: MLflow's error code.
-    """
+    """The server rejects a request, and would reject it again."""
 
     fix = "Check tracking_uri=, experiment_id= and the MLFLOW_* variables."
-
-    def __init__(self, text: str, code: str = "") -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class Service:
@@ -162,13 +155,10 @@ class Service:
 
     def request(self, send: Callable[[], Any]) -> Any:
         """Send a request of the client's. Returns the answer, if it is one of an MLflow server."""
-        from mlflow.exceptions import InvalidUrlException, MlflowException
+        from mlflow.exceptions import MlflowException
 
         try:
             response = send()
-        except InvalidUrlException:
-            text = f"{self.host} is not an address of a server: it must begin with https:// or http://"
-            raise RejectedError(text) from None
         except MlflowException as error:  # its text has the address, and perhaps a password
             cause = type(error.__cause__ or error.__context__ or error).__name__
             # If nothing takes connections, the address is probably wrong: half of the time is enough.
@@ -200,7 +190,7 @@ class Service:
             code, text = error.error_code, _first_line(error.message)
             if code in _UNAUTHORIZED:
                 return UnauthorizedError(text)
-            return RejectedError(text, code) if code in _FINAL else UnavailableError(text)
+            return RejectedError(text) if code in _FINAL else UnavailableError(text)
         text = f"{type(error).__name__}: {_first_line(str(error))}"
         # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
         return RejectedError(text) if isinstance(error, ValueError) else UnavailableError(text)
@@ -426,16 +416,6 @@ def replace_params(accepted: Callable[[str, Mapping[str, Any]], Mapping[str, Any
         return log_batch(self, run_id, metrics, params, *args, **kwargs)
 
     MlflowClient.log_param, MlflowClient.log_batch = one, batch
-
-
-@functools.lru_cache(maxsize=1)
-def replace_set_tracking_uri(replacement: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[..., None]:
-    """Have MLflow call the replacement of its `set_tracking_uri`, which is returned."""
-    import mlflow
-
-    original: Callable[..., None] = mlflow.set_tracking_uri
-    replace_function(original, replacement(original))
-    return original
 
 
 @functools.lru_cache(maxsize=1)

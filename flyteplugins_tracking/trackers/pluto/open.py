@@ -36,13 +36,6 @@ class UnavailableError(AwayError):
     fix = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 
 
-class RefusedError(UnavailableError):
-    """The service refuses the key, or the request."""
-
-    patience = 0.0
-    is_outage = False
-
-
 def open_op(request: RunRequest) -> tuple[Any, Queue]:
     """Create the run, or attach to it.
 
@@ -65,6 +58,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         _await_service(settings, request, queue)
         os.makedirs(settings.dir, exist_ok=True)
         op = _init_in_time(request, settings)
+        vendor.check_run(op)
         vendor.silence_log_files(settings.dir)
     except BaseException as error:
         remove_directory(settings.dir)
@@ -74,7 +68,6 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
                 is_outage=not isinstance(error, PermissionError),
             ) from error
         raise
-    _warn_about_ignored_name(op, request)
     if request.plan.primary:
         client.warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(client.run_config(request)))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
@@ -99,8 +92,6 @@ def _settings(request: RunRequest) -> Any:
     asked = getattr(settings, "disable_system_metrics", False)  # before 0.0.28, there is no such setting
     settings.disable_system_metrics = asked or not request.measures_node
     settings.disable_console |= bool(request.earlier)  # that of `send`
-    if not request.plan.primary and settings.disable_system_metrics:
-        vendor.skip_description(settings)
     settings.x_file_stream_timeout_seconds = min(
         settings.x_file_stream_timeout_seconds, max(1.0, request.deadline - time.monotonic()), REQUEST_S
     )
@@ -158,36 +149,27 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
         try:
             answer = service.post("/api/runs/resume", body)
             status = answer.status_code
+            number = int(answer.json()["runId"]) if status < 300 else None
         except Exception as error:
             kind = type(error).__name__
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         _check_status(status, limit)
         if status == 404 and not request.plan.ends_run:
             raise UnavailableError(f"the primary rank has not created the run, {limit}")
-        if status < 300:
-            found = service.config_of(_number_in(answer, limit))
-            if found is not None:
-                queue.found = found
+        if number is not None:
+            queue.found = service.config_of(number) or {}
         return True
 
     until(request.deadline, is_there)
 
 
-def _number_in(answer: Any, limit: str) -> int:
-    """Return the number of a run that the service has found. What does not have it is a login page, for one."""
-    try:
-        return int(answer.json()["runId"])
-    except (ValueError, KeyError, TypeError):
-        raise RefusedError(f"HTTP {answer.status_code}, but not as Pluto answers: check the address, {limit}") from None
-
-
 def _check_status(status: int, limit: str) -> None:
     """Raise an HTTP status that is neither a success nor that of a run which is not there."""
     if status in (401, 403):
-        raise RefusedError(f"the service refuses the API key, {limit}")
+        raise UnavailableError(f"the service refuses the API key, {limit}", is_outage=False)
     if status >= 300 and status != 404:
         in_trouble = may_pass(status) or status == vendor.UNPROCESSABLE
-        raise (UnavailableError if in_trouble else RefusedError)(f"HTTP {status}, {limit}")
+        raise UnavailableError(f"HTTP {status}, {limit}", is_outage=in_trouble)
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
@@ -221,8 +203,7 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
         # The client has RuntimeErrors for the service's answers.
         if isinstance(error, (RuntimeError, ConnectionError, json.JSONDecodeError)):
             status = vendor.status_of_error(error)
-            is_away = status is None or may_pass(status)
-            raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
+            raise UnavailableError(first_line(error), is_outage=status is None or may_pass(status)) from error
         return outcome.result()
 
 
@@ -256,13 +237,6 @@ def _init(request: RunRequest, settings: Any) -> Any:
         **arguments,
     )
     atexit.unregister(op.finish)
-    try:
-        if settings.mode != "noop":
-            vendor.check_run(op)
-            vendor.on_cancel(op, request.ask_to_stop)
-    except BaseException:
-        op.close()
-        raise
     return op
 
 
@@ -272,16 +246,6 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
     return {"name": config.name or request.plan.run_id, "config": finite(client.run_config(request)), "tags": tags}
-
-
-def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
-    name = request.config.name
-    if request.plan.ends_run and op.resumed and name is not None and not request.restart_count:
-        logger.warning(
-            "Pluto: name=%r is ignored where run %s exists already under another name: it keeps its name and tags",
-            name,
-            request.plan.run_id,
-        )
 
 
 def remove_directory(directory: str) -> None:

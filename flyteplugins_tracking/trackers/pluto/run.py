@@ -6,12 +6,10 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.threads import run_with_timeout
-from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Status, join_calls, left_of_opening, prefix_of, status_of
 from flyteplugins_tracking.trackers.idle import IDLE, IdleRun, is_idle, undo_later
@@ -39,19 +37,15 @@ _CLOSE_S = 3.0
 class PlutoHandle(OutboxHandle):
     """An open run of this process."""
 
-    left_text = (
-        "%(title)s: run %(id)s has ended, and the service has not taken %(what)s: %(why)s. %(kept)s Send it "
-        "when the service answers: %(command)s"
-    )
-
     def __init__(self, request: RunRequest, tracker: Tracker, op: Any, queue: Queue) -> None:
         self._queue, self._op = queue, op
         self.header = {"files": queue.directory}  # who has sent the rows removes them
         values = PlutoSanitizer(tracker.title, prefix_of(request))
         steps = _steps(request, values)
-        super().__init__(request, tracker, _sink_of(op, str(request.plan.run_id), steps, values), values, steps)
+        self._rows = PlutoSink(op, str(request.plan.run_id), steps, values.accepted)
+        super().__init__(request, tracker, self._rows, values, steps)
         self.run = op
-        self._take_over(request)
+        self._take_over()
 
     @property
     def url(self) -> str | None:
@@ -69,7 +63,7 @@ class PlutoHandle(OutboxHandle):
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
-        limit.asks = getattr(self._sink, "answers", None)
+        limit.asks = self._rows.answers
         # First, since the client then hands over the console's last lines.
         run_with_timeout(min(_CLOSE_S, self.request.config.finish_timeout_s / 2), type(self.run).close, self.run)
         self.close_outbox(exit_code, limit)
@@ -81,18 +75,18 @@ class PlutoHandle(OutboxHandle):
 
     def _remove_files(self, directory: str) -> None:
         """Remove the directory of a client, unless it may have files that could not be sent."""
-        if vendor.is_clients_directory(directory, self.id) and not getattr(self._sink, "has_files", False):
+        if vendor.is_clients_directory(directory, self.id) and not self._rows.has_files:
             remove_directory(directory)
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
-        if isinstance(self._sink, PlutoSink) and self.ends_run:
-            self._sink.post_end(_ENDS[status_of(exit_code)], timeout_s)
+        if self.ends_run and not self._rows.is_off:
+            self._rows.post_end(_ENDS[status_of(exit_code)], timeout_s)
 
     def resume(self) -> None:
         super().resume()  # the client stays closed: only media need it
         self._queue.connect(self._outbox.put)
 
-    def _take_over(self, request: RunRequest) -> None:
+    def _take_over(self) -> None:
         """Have calls on the client's run object come here if they would end the run or write to it."""
         import pluto
 
@@ -101,15 +95,12 @@ class PlutoHandle(OutboxHandle):
         join_clients_calls()
         _open.handles.append(self)
         self.undo.callback(lambda: _open.handles.remove(self))
-        if not request.plan.ends_run:
-            for name in ("update_config", "add_tags", "remove_tags"):
-                setattr(self.run, name, functools.partial(self._leave_to_primary, name))
         pluto.log = self.run.log
         self._queue.connect(self._outbox.put)
 
     def stored_step(self) -> int:
         """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts."""
-        if not isinstance(self._sink, PlutoSink) or (self.request.plan.ends_run and not self._op.resumed):
+        if self._rows.is_off or (self.request.plan.ends_run and not self._op.resumed):
             return -1
         try:
             until = min(time.monotonic() + REQUEST_S / 2, self.request.deadline)
@@ -142,13 +133,6 @@ class PlutoHandle(OutboxHandle):
         if given.get("tags") and self.request.plan.primary:
             run.add_tags(given["tags"])
         return run
-
-    def _leave_to_primary(self, name: str, *_: Any, **__: Any) -> None:
-        if self.request.info is not None:
-            raise ConfigError(
-                f"{name}() can be called on the run's primary rank only: the service keeps one rank's call"
-            )
-        self._values.warn_once(f"{name}()", "the run is another job's: this call is not sent")
 
 
 class _Open(PerProcess):
@@ -187,11 +171,6 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """The run ends when the decorated function does."""
 
 
-def _sink_of(op: Any, run_id: str, steps: Steps, values: PlutoSanitizer) -> Any:
-    is_off = op.settings.mode == "noop"
-    return SimpleNamespace(send=_do_nothing) if is_off else PlutoSink(op, run_id, steps, values.accepted)
-
-
 def _steps(request: RunRequest, values: MetricSanitizer) -> Steps:
     """Return the steps, from 1 on. Where ranks share a run without a prefix, each takes steps that no other rank takes.
 
@@ -208,9 +187,6 @@ def _steps(request: RunRequest, values: MetricSanitizer) -> Steps:
 class PlutoSanitizer(MetricSanitizer):
     """Makes rows of what a rank logs, and warns about values that Pluto's client drops silently."""
 
-    def __init__(self, title: str, prefix: str) -> None:
-        super().__init__(title, prefix, odd_floats="stored, and left out of Pluto's charts and statistics")
-
     def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
         return self.accepted(super().clean(data))
 
@@ -222,27 +198,19 @@ class PlutoSanitizer(MetricSanitizer):
         if not (key.isascii() and key.isprintable()):
             self.warn_once(key, "Pluto replaces each character of a key that is not printable ASCII by '-'")
         if isinstance(value, int) and abs(value) >= _LARGEST_INT:
-            return self._as_float(key, value)
+            return float(value)
         if isinstance(value, str) and len(value) > _LONGEST_STRING:
             self.warn_once(key, f"a string of more than {_LONGEST_STRING} characters is left out: Pluto takes labels")
             return None
         return value if isinstance(value, (int, float, str)) else self._media(key, value)
 
-    def _as_float(self, key: str, value: int) -> float | None:
-        try:
-            return float(value)
-        except OverflowError:
-            self.warn_once(key, "an int is left out: it is larger than any float")
-            return None
-
     def _media(self, key: str, value: Any) -> Any:
         from pluto import Data, File
 
         items = value if isinstance(value, list) else [value]
-        if isinstance(value, list) and any(isinstance(item, (int, float)) for item in items):
+        if items and all(isinstance(item, (int, float)) for item in items):
             self.warn_once(key, "Pluto keeps only the last number of a list")
-            if all(isinstance(item, (int, float)) for item in items):
-                return items[-1] + 0  # a bool is 1 or 0
+            return items[-1] + 0  # a bool is 1 or 0
         if items and all(isinstance(item, (int, float, str, File, Data)) for item in items):
             return value
         kind = type(value).__name__

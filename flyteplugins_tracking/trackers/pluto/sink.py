@@ -78,6 +78,7 @@ class PlutoSink:
 
     Attributes:
         has_files: Whether files could not be sent: they stay in the client's directory.
+        is_off: Whether the client's mode is "noop": nothing is sent.
     """
 
     _is_uploading = False
@@ -99,9 +100,12 @@ class PlutoSink:
         self._known: dict[str, set[str]] = defaultdict(set)  # the keys that the service knows, by their type
         self._good = ""  # a row that the service has taken
         self.has_files = False
+        self.is_off = op.settings.mode == "noop"
         self._warn_once = WarnOnce(logger)
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        if self.is_off:
+            return
         self._service.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         entries = self._entries(lines)
         self._register(entries)

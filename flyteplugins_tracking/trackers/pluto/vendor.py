@@ -13,7 +13,6 @@ import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking._util.files import is_own_directory
@@ -80,11 +79,6 @@ def is_clients_directory(directory: str, run_id: str) -> bool:
     name = re.escape(run_id) + r"-rank-\d+-attempt-\d+-[0-9a-f]{6}"
     path = Path(directory)
     return bool(path.parent.name == FOLDER and re.fullmatch(name, path.name)) and is_own_directory(path)
-
-
-def skip_description(settings: Any) -> None:
-    """Have the client not describe the machine, which takes half a second. The service keeps the primary's text."""
-    settings._sys = SimpleNamespace(get_info=dict, monitor=dict)
 
 
 def key_of(settings: Any) -> str | None:
@@ -165,31 +159,7 @@ def check_run(op: Any) -> None:
         TrackerNotInstalledError: It does.
     """
     PARTS.require(op, "_sync_manager", "_iface")
-    PARTS.require(op.settings, "_auth", "_op_id", "_op_name", "_sys")
-
-
-def on_cancel(op: Any, function: Callable[[Callable[[], object]], object]) -> None:
-    """Call `function` once when the run is cancelled at the service, with what the client does by itself: it exits.
-
-    Without it, the client ends the process. Its monitor asks the service every few seconds.
-    """
-    trigger = getattr(op.settings, "url_trigger", None)
-    post = getattr(op._iface, "_post_v1", None)
-    if post is None or trigger is None:
-        PARTS.lose("a run that is cancelled at the service ends its process", "no op._iface._post_v1")
-        return
-    asked: list[bool] = []
-
-    def post_and_look(url: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = post(url, *args, **kwargs)
-        if url != trigger or not hasattr(answer, "json") or answer.json().get("status") != "CANCELLED":
-            return answer
-        if not asked:
-            asked.append(True)
-            function(lambda: os._exit(signal.SIGINT.value))
-        return None  # with the answer, the client would exit
-
-    op._iface._post_v1 = post_and_look
+    PARTS.require(op.settings, "_auth", "_op_id", "_op_name")
 
 
 class Queue:

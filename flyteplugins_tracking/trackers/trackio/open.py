@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -14,19 +13,14 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import (
-    LOCAL_FILES,
-    ended_if_interrupted,
     new_id,
     run_config,
-    status_of,
     warn_of_changes,
 )
 from flyteplugins_tracking.trackers.config import OWN, own_values
-from flyteplugins_tracking.trackers.outbox import until
+from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.trackio import (
-    EXIT_CODE,
     SPACE,
-    STATUS,
     check_address,
     default_directory,
     vendor,
@@ -47,8 +41,8 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     """Open the run, or continue it.
 
     Raises:
-        TrackerUnavailableError: The server cannot be used.
-        AwayError: The directory cannot be used.
+        TrackerUnavailableError: There is no token, or no primary rank.
+        AwayError: The server or the directory cannot be used.
         ConfigError: The project or the place cannot be used.
     """
     vendor.require()
@@ -68,18 +62,10 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     stored = _find(store, request)
     run = _new_run(request, project, stored, url, client)
     try:
-        with ended_if_interrupted(request, functools.partial(_end_interrupted, request, store, run)):
-            return TrackioHandle(request, tracker, run, store, stored)
+        return TrackioHandle(request, tracker, run, store, stored)
     except BaseException:
         vendor.finish(run)
         raise
-
-
-def _end_interrupted(request: RunRequest, store: Store, run: Any, exit_code: int, limit_s: float) -> None:
-    """Tell the status of a run that is being opened, if that was written: on a server, it comes with the first row."""
-    if request.plan.ends_run and isinstance(store, Database) and (stored := store.find(run.id)) is not None:
-        values = {**own_values(stored.config), STATUS: status_of(exit_code), EXIT_CODE: exit_code}
-        store.put_config(run.id, run.name, {OWN: values}, limit_s, merges=True)
 
 
 def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:
@@ -170,7 +156,7 @@ def _client(url: str, token: str | None, deadline: float) -> Any:
     """Return a client of the server.
 
     Raises:
-        TrackerUnavailableError: The server does not answer, or does not take the token.
+        AwayError: The server does not answer, or does not take the token.
     """
     import httpx
 
@@ -187,17 +173,10 @@ def _client(url: str, token: str | None, deadline: float) -> Any:
         # `timeout_s` is for each part of an answer: one that drips would last for ever.
         client, access = threads.call_within(3 * timeout_s, ask)
     except Exception as error:
+        text = "Check server_url=, TRACKIO_SERVER_URL, the network, and that `trackio show --host 0.0.0.0` runs there"
         is_away = is_outage(error) and not isinstance(error, httpx.InvalidURL)
-        raise TrackerUnavailableError(
-            f"The Trackio server at {url} cannot be used: {error}. Check server_url=, TRACKIO_SERVER_URL and the "
-            "network, and that `trackio show --host 0.0.0.0` runs there.",
-            LOCAL_FILES if is_away else "",
-            is_outage=is_away,
-        ) from error
+        raise AwayError(f"the server at {url} does not answer: {error}. {text}", is_outage=is_away) from error
     if not access.get("allowed"):
-        raise TrackerUnavailableError(
-            f"The Trackio server at {url} does not take the write token: check secret= or TRACKIO_WRITE_TOKEN. "
-            "`trackio show` prints it.",
-            is_outage=False,
-        )
+        text = "check secret= or TRACKIO_WRITE_TOKEN. `trackio show` prints it"
+        raise AwayError(f"the server at {url} does not take the write token: {text}", is_outage=False)
     return client

@@ -30,10 +30,6 @@ _UNAUTHORIZED = (401, 403)
 class TrackioHandle(OutboxHandle):
     """An open Trackio run."""
 
-    left_text = (
-        "%(title)s: %(what)s of run %(id)s could not be written to %(place)s: %(why)s. %(kept)s "
-        "Send them later: %(command)s"
-    )
     vendors_keys = ("_",)
 
     def __init__(self, request: RunRequest, tracker: Tracker, run: Any, store: Store, stored: Stored | None) -> None:
@@ -56,10 +52,6 @@ class TrackioHandle(OutboxHandle):
         """The run's page; None for a run in files."""
         return page_address(self.run.url, self.run.project, self.id) if self.run.url else None
 
-    @property
-    def place(self) -> str:
-        return self._store.place
-
     @functools.cached_property
     def _is_retry(self) -> bool:
         """Whether what is stored is an earlier attempt's, and not this one's, of another rank."""
@@ -70,13 +62,6 @@ class TrackioHandle(OutboxHandle):
     def stored_step(self) -> int:
         last_step = self._stored.last_step if self._stored is not None and self._is_retry else None
         return -1 if last_step is None else last_step
-
-    def exit_code_after(self, time_s: float) -> int | None:
-        stored = self._stored
-        if stored is None or stored.last_at <= time_s:
-            return None
-        ended_with = own_values(stored.config).get(EXIT_CODE)
-        return ended_with if isinstance(ended_with, int) else None
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         at = self.steps.take(step)
@@ -94,14 +79,8 @@ class TrackioHandle(OutboxHandle):
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
         ending.start()
         self.close_outbox(exit_code, limit)
-        if self._left_in is None:
-            limit.asks = self._answers  # the client's own limit is 30 s
         while limit.lasts() and not threads.join(ending, _POLL_S):
             pass
-
-    def _answers(self) -> bool:
-        self._store.find(self.id)
-        return True
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
         threads.call_within(timeout_s, self._put_status, status_of(exit_code), exit_code, timeout_s)

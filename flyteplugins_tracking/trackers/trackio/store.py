@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking.trackers.trackio import vendor
@@ -27,35 +27,20 @@ class Stored:
         name: The name that Trackio shows.
         config: The run's config, with the values that Trackio adds.
         last_step: The highest step of its rows; None if there are no rows.
-        last_at: When its last row was logged, in seconds since the epoch; 0 if that is not known.
     """
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     last_step: int | None = None
-    last_at: float = 0.0
 
 
-class Store(Protocol):
-    """The place where a project is kept.
+class Database:
+    """A project's SQLite file, which Trackio has created.
 
     Attributes:
         place: Its name in messages.
         shows_config: Whether the config of a run can be read before the run's first row.
     """
-
-    place: str
-    shows_config: bool = False
-
-    def find(self, run_id: str) -> Stored | None:
-        """Return the run if it exists."""
-
-    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows of a run. A row that it has, by its `log_id`, is left. The first one may have the run's config."""
-
-
-class Database(Store):
-    """A project's SQLite file, which Trackio has created."""
 
     shows_config = True
 
@@ -63,39 +48,37 @@ class Database(Store):
         self._path, self.place = path, str(path)
 
     def find(self, run_id: str) -> Stored | None:
+        """Return the run if it exists."""
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
             (last_step,) = connection.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
-            (last,) = connection.execute("SELECT MAX(timestamp) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
-            return Stored(row[0], json.loads(row[1]), last_step, time_of(last))
+            return Stored(row[0], json.loads(row[1]), last_step)
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of a run. A row that it has, by its `log_id`, is left. The first one may have the run's config."""
         vendor.write_rows(entries)
 
-    def put_config(
-        self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float, *, merges: bool = False
-    ) -> None:
-        """Replace the run's config, or change these keys of it if it `merges`. It needs no row.
+    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float) -> None:
+        """Replace the run's config. It needs no row.
 
         Raises:
             sqlite3.OperationalError: Other processes have written all the time.
         """
         with closing(sqlite3.connect(self._path, timeout=max(_SHORTEST_S, timeout_s))) as connection, connection:
-            connection.execute("BEGIN IMMEDIATE")
-            row = connection.execute("SELECT config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
-            values = {**(json.loads(row[0]) if merges and row else {}), **config}
             connection.execute(
                 "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",
                 # Trackio itself keeps NaN and infinities as text.
-                (run_id, name, json.dumps(finite(values)), text_of(time.time())),
+                (run_id, name, json.dumps(finite(config)), text_of(time.time())),
             )
 
 
-class Server(Store):
-    """A Trackio server."""
+class Server:
+    """A Trackio server. Its attributes are those of a database."""
+
+    shows_config = False
 
     def __init__(self, place: str, client: Any, project: str) -> None:
         self.place = place
@@ -112,14 +95,10 @@ class Server(Store):
         self._client.predict(api_name="/bulk_log", logs=entries, hf_token=None)
 
 
+# Where a project is kept.
+Store = Database | Server
+
+
 def text_of(time_s: float) -> str:
     """Return a time as Trackio writes it."""
     return datetime.fromtimestamp(time_s, timezone.utc).isoformat()
-
-
-def time_of(text: Any) -> float:
-    """Return the time of a text that `text_of` has made; 0 for another one."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
-        return 0.0

@@ -15,15 +15,12 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.client import join_calls, left_of_opening, refuse_to_pickle
 from flyteplugins_tracking.trackers.idle import IDLE as _IDLE
 from flyteplugins_tracking.trackers.idle import IdleRun, is_idle, undo_later
+from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
 # The arguments of `trackio.init` that a script's own opening of its run has.
-_OPENING = (
-    *("project", "name", "group", "server_url", "webhook_url", "webhook_min_level"),
-    *("space_id", "bucket_id", "dataset_id", "private"),  # which are refused
-    *("auto_log_cpu", "cpu_log_interval", "auto_log_gpu", "gpu_log_interval"),
-)
+_OPENING = {"project", "name", "group", *INIT_ARGUMENTS} - {"embed", "resume"}
 # How long the Hugging Face Hub may take to name the token's owner. Trackio itself has no limit.
 _USERNAME_S = 2.0
 

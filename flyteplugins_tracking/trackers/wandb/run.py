@@ -153,7 +153,7 @@ class WandbHandle(ClientHandle):
             if self._is_ours:
                 super().finish(exit_code)
             elif self._barrier is not None:
-                self._barrier.depart(self.request, "W&B", exit_code)
+                self._barrier.leave()
         finally:
             self._let_go()
 
