@@ -295,6 +295,15 @@ _TABLE = (
         num_workers="HOROVOD_CROSS_SIZE",
         has_one_process_per_job=True,
     ),
+    # In a job of LSF. Before Open MPI, whose variables it sets too.
+    # https://lightning.ai/docs/pytorch/stable/api/pytorch_lightning.plugins.environments.LSFEnvironment.html
+    Launcher(
+        "jsrun",
+        rank="JSM_NAMESPACE_RANK",
+        world_size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        job_id="LSB_JOBID",
+    ),
     # The MPIs, which may run inside Slurm. OMPI_COMM_WORLD_NODE_RANK is *not* the node: it is the rank on the node,
     # over all jobs. https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     Launcher(
@@ -348,6 +357,15 @@ _TABLE = (
         local_rank="LOCAL_RANK",
         worker_index=("NODE_RANK", "GROUP_RANK"),
         function=_lightning,
+    ),
+    # mpiexec of HPE's PALS, in a job of PBS. Flux may run inside it. https://docs.alcf.anl.gov/polaris/running-jobs/
+    Launcher(
+        "pals",
+        markers=("PBS_JOBID", "PMI_RANK", "PMI_LOCAL_RANK"),
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="PMI_LOCAL_RANK",
+        local_world_size="PMI_LOCAL_SIZE",
     ),
     # These two are in no variable, so that the launchers of processes come first.
     Launcher("process_group", function=detect_process_group),

@@ -6,6 +6,7 @@ import base64
 import inspect
 import json
 import re
+import signal
 import sys
 import threading
 import time
@@ -210,20 +211,28 @@ def test_what_follows_wandb_cores_death_is_kept_if_the_server_is_gone_too_and_se
         assert (run.exit_codes, run.state) == ([0], "finished")
 
 
-def test_rows_that_the_server_refuses_are_told_at_the_end_and_sent_by_the_printed_command(tmp_path):
-    """A key that is revoked meanwhile: wandb-core gives up, and ends as usual."""
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("is_stop_wanted", "status", "exit_code"), [(False, 0, 0), (True, -signal.SIGINT, 130)])
+def test_rows_that_the_server_refuses_are_told_at_once_and_sent_by_the_printed_command(
+    tmp_path, is_stop_wanted, status, exit_code
+):
+    """A key that is revoked meanwhile: wandb-core gives up. The function goes on, unless the user wants a stop."""
+    asked = {"WANDB_STOP_ON_FATAL_ERROR": "true"} if is_stop_wanted else {}
     with WandbServer() as server:
-        process = jobs.start([sys.executable, RUNS, "loses_its_key"], tmp_path, server.environment)
+        process = jobs.start([sys.executable, RUNS, "loses_its_key"], tmp_path, {**server.environment, **asked})
         while not (tmp_path / "logged").exists() and process.poll() is None:
             time.sleep(0.05)
         with server.failing(Fault.status(401)):
             (tmp_path / "refusing").touch()
             done = jobs.finish(process, tmp_path)
+        assert done.returncode == status, done.output
         assert "run revoked was not sent completely: the server has refused its rows with error 401." in done.output
+        early = "run revoked: the server has refused its rows with error 401. What it logs is kept in"
+        assert ("told: True" in done.output, early in done.output) == (not is_stop_wanted, not is_stop_wanted)
         assert sent_as_printed(done, tmp_path, server).returncode == 0
         (run,) = server.runs
-        assert [row["x"] for row in run.rows] == [1, 2]
-        assert (run.exit_codes, run.state) == ([0], "finished")
+        assert [row["x"] for row in run.rows] == ([1, 2] if is_stop_wanted else [1, 2, 3])
+        assert run.exit_codes == [exit_code]
 
 
 def sent_as_printed(done: jobs.Done, directory: Path, server: WandbServer) -> jobs.Done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -307,7 +308,14 @@ def loses_the_request_to_end() -> None:
 
 
 def loses_its_key() -> None:
-    """The server refuses the key from a row on. Then the run ends."""
+    """The server refuses the key from a row on. When a warning has said so, another row is logged."""
+    from wandb.sdk.lib.run_stopping import RunStopChecker
+
+    RunStopChecker.__init__.__kwdefaults__["poll_interval"] = 0.2
+    told = threading.Event()
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: told.set() or True if "refused its rows" in record.getMessage() else True)
+    logging.getLogger("flyteplugins_tracking").addHandler(handler)
 
     @tracking_init(project="tests", id="revoked")
     def train() -> None:
@@ -316,6 +324,8 @@ def loses_its_key() -> None:
         while not Path("refusing").exists():
             time.sleep(0.05)
         get_run().log({"x": 2})
+        print("told:", told.wait(60), flush=True)
+        get_run().log({"x": 3})
 
     train()
 

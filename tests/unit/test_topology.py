@@ -55,6 +55,8 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",
     "PMIX_NAMESPACE": "ns",
 }
+JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1", "LSB_JOBID": "7"}
+PALS = {"PBS_JOBID": "7.s", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 PAI_DLC = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8", "MASTER_ADDR": "x", "MASTER_PORT": "23456"}
 
@@ -108,6 +110,19 @@ RANKS = {
     "Open MPI on one node": (
         {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
         DistributedInfo(3, 4, 3, 4, 0, 1, 0, "openmpi", "ns"),
+    ),
+    "jsrun, which sets Open MPI's variables too": (
+        {**JSRUN, **OPENMPI},
+        DistributedInfo(3, 4, 1, None, None, None, 0, "jsrun", "7"),
+    ),
+    "mpiexec of PALS": (PALS, DistributedInfo(3, 4, 1, 2, launcher="pals")),
+    "a task of Flux inside PALS": (
+        {**PALS, **FLUX, "FLUX_TASK_RANK": "2"},
+        DistributedInfo(2, 4, 1, None, None, 2, launcher="flux", job_id="f5A"),
+    ),
+    "AzureML's PyTorch": (
+        {"AZUREML_RUN_ID": "r", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"},
+        DistributedInfo(3, 4, 1, None, 1, None, launcher="env"),
     ),
     "MPICH": (
         {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
@@ -182,6 +197,13 @@ ALONE = {
     "an interactive step": {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     "an sbatch shell that a step submitted": {**SLURM, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"},
     "PMI_RANK handed on to an sbatch shell": {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_JOB_ID": "7"},
+    "the only process of PALS": {
+        **PALS,
+        "PMI_RANK": "0",
+        "PMI_SIZE": "1",
+        "PMI_LOCAL_RANK": "0",
+        "PMI_LOCAL_SIZE": "1",
+    },
     "a job of one process inside mpirun": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **OPENMPI},
     "a konduktor pod alone": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"},
     "Lightning's parent on the first node": {"NODE_RANK": "0", "MASTER_ADDR": "x"},
@@ -233,6 +255,7 @@ BAD: list[tuple[dict[str, str], str]] = [
         {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
         "contradict horovod, for which this is rank 1 of 2",
     ),
+    ({**PALS, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "contradict pals, for which this is rank 3 of 4"),
     (
         SAGEMAKER,
         """SM_CURRENT_HOST=algo-2 of SM_HOSTS=["algo-1", "algo-2"] is a host, not a process: start torchrun""",
@@ -259,7 +282,7 @@ def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_ra
 
 def test_a_rank_of_an_unknown_launcher_is_told_once_and_what_is_none_of_several_is_not(caplog):
     for env in (
-        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
+        {"ALPS_APP_RANK": "1", "ALPS_APP_SIZE": "4"},
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
         {"PMIX_RANK": "3", "PMIX_SIZE": "8"},
     ):
@@ -270,7 +293,7 @@ def test_a_rank_of_an_unknown_launcher_is_told_once_and_what_is_none_of_several_
         assert message.startswith(f"{rank}={env[rank]} and {size}={env[size]} look like a rank of a launcher that is")
     caplog.clear()
     for env in (
-        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"},
+        {"ALPS_APP_RANK": "0", "ALPS_APP_SIZE": "1"},
         {"A_RANK": "x", "A_SIZE": "2"},
         {"A_RANK": "1"},
     ):

@@ -20,6 +20,7 @@ from wandb_files import read_runs
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, tracking_init
 from flyteplugins_tracking.trackers import vendor_parts
 from flyteplugins_tracking.trackers.wandb import attempts, datastore, roles, vendor
+from flyteplugins_tracking.trackers.wandb import open as opening
 
 ROOM = Path(inspect.getfile(vendor)).parent
 
@@ -191,9 +192,10 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     effective = vendor.effective_settings(settings)
     assert (effective.init_timeout, effective.run_notes) == (3, "n")
     asked: list[int] = []
-    vendor.on_stop_request(settings, lambda: asked.append(1), has_others=True)
+    vendor.on_stop_request(settings, effective, lambda: asked.append(1), has_others=True)
     settings.stop_fn()
     assert asked == [1]
+    assert getattr(settings, "stop_on_fatal_error", True)
     vendor.set_default(settings, settings, "x_file_stream_transmit_interval", 2.0)
     assert settings.x_file_stream_transmit_interval == 2.0
     names = ("x_label", "x_sync_dir_suffix", "run_group", "run_job_type", "run_name", "run_notes")
@@ -203,6 +205,40 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
         assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     assert "://" in vendor.default_server("")
     assert vendor.has_credentials("http://127.0.0.1:9") is False
+
+
+REFUSED = '{"msg":"filestream: fatal error: filestream: failed to upload: 401 Unauthorized"}'
+
+
+@pytest.mark.parametrize(
+    ("log", "is_wanted", "asked", "told"),
+    [
+        ("{}", False, 1, ""),
+        (REFUSED, False, 0, "run r: the server has refused its rows with error 401. What it logs is kept in"),
+        (REFUSED, True, 1, ""),
+        (None, False, 0, "run r: wandb-core's log cannot be read."),
+    ],
+)
+def test_the_stop_button_stops_the_function_and_a_refusal_of_rows_does_not(
+    tmp_path, monkeypatch, caplog, log, is_wanted, asked, told
+):
+    calls: list[object] = []
+    monkeypatch.setattr(opening, "_LOG_S", 0)
+    monkeypatch.setattr(opening.outbox, "label_of", lambda _: None)
+    stop = opening._stopping(SimpleNamespace(ask_to_stop=calls.append), is_wanted_without_rows=is_wanted)
+    run = SimpleNamespace(id="r", dir=tmp_path / "files", settings=SimpleNamespace(stop_fn=stop))
+    other = SimpleNamespace(id="o", dir=tmp_path / "files", settings=SimpleNamespace(stop_fn=None))
+    if log is not None:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "debug-internal.log").write_text(log)
+    monkeypatch.setattr(vendor, "open_runs", lambda: [other])
+    stop()  # the run has ended meanwhile
+    assert (calls, caplog.messages) == ([], [])
+    monkeypatch.setattr(vendor, "open_runs", lambda: [other, run])
+    stop()
+    assert len(calls) == asked
+    assert len(caplog.messages) == 1 - asked
+    assert told in caplog.text
 
 
 def test_wandb_has_every_setting_that_keeps_rows(no_warning, bare_environment, tmp_path):

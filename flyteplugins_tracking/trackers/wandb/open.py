@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ _SAFER_SETTINGS = {
 _PROMPT_S = 2.0
 # How long `wandb.init` may run beyond its own timeout, and how long it asks whose key it is.
 _INIT_GRACE_S, _VIEWER_S = 0.5, 10.0
+# How long after it wants a stop wandb-core may say why, in its log.
+_LOG_S = 0.5
 # How long W&B may take to say how many rows a run has.
 _COUNT_S = 2.0
 
@@ -360,7 +362,8 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         _keep_earlier_console(settings, effective)
     info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
     has_others = is_online and info is not None and info.world_size > 1
-    vendor.on_stop_request(settings, lambda: request.ask_to_stop(_interrupt), has_others=has_others)
+    stop = _stopping(request, is_wanted_without_rows=getattr(effective, "stop_on_fatal_error", False))
+    vendor.on_stop_request(settings, effective, stop, has_others=has_others)
     if is_online:
         _authenticate(settings, effective, request)
     return settings
@@ -375,6 +378,28 @@ def _may_go_on(request: RunRequest) -> bool:
 def _keep_earlier_console(settings: Any, effective: Any) -> None:
     """Have the console be in a file with a name of its own: `output.log` takes the place of an earlier attempt's."""
     vendor.set_default(settings, effective, "console_multipart", True)
+
+
+def _stopping(request: RunRequest, *, is_wanted_without_rows: bool) -> Callable[[], None]:
+    """Return what W&B calls when a user has pressed the Stop button, and also when it has given up sending rows.
+
+    A run that has ended meanwhile has nothing to stop.
+    """
+
+    def stop() -> None:
+        time.sleep(_LOG_S)
+        for run in vendor.open_runs():
+            if run.settings.stop_fn is not stop:
+                continue
+            directory = outbox.run_directory(run)
+            refusal = vendor.refusal_of_rows(directory, "wandb-core's log cannot be read")
+            if is_wanted_without_rows or not refusal:
+                request.ask_to_stop(_interrupt)
+            else:
+                text = "W&B: run %s: %s. What it logs is kept in %s. To send it when the function has ended, run: %s"
+                logger.warning(text, run.id, refusal, directory, how_to_send(outbox.directory_to_send(request, run)))
+
+    return stop
 
 
 def _interrupt() -> None:

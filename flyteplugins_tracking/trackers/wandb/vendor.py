@@ -399,16 +399,21 @@ def add_status(error: BaseException, directories: Iterable[Path]) -> None:
                 error.args = (status if text == "<no message>" else f"{text} ({status})",)
 
 
-def refusal_of_rows(directory: Path) -> str:
+def refusal_of_rows(directory: Path, unread: str = "") -> str:
     """Why wandb-core has given up sending the rows of a run; empty if it has not. It tells its log alone.
 
     Without it, a run may count as sent whose rows the server has refused, as it does when a key is revoked.
+
+    Args:
+        directory: The run's.
+        unread: What to return if the log cannot be read.
     """
     with contextlib.suppress(OSError):
         log = read_own(directory / "logs" / "debug-internal.log", _LONGEST_LOG).decode(errors="replace")
         if found := _REFUSED_ROWS.search(log):
             return f"the server has refused its rows{(found[1] and f' with error {found[1]}') or ''}"
-    return ""
+        return ""
+    return unread
 
 
 # Runs
@@ -1019,13 +1024,14 @@ def set_required(settings: Any, **values: Any) -> None:
             setattr(settings, name, value)
 
 
-def on_stop_request(settings: Any, function: Callable[[], object], *, has_others: bool) -> None:
-    """Call `function` when somebody has pressed the run's Stop button. The user's own `stop_fn` takes precedence.
+def on_stop_request(settings: Any, effective: Any, function: Callable[[], object], *, has_others: bool) -> None:
+    """Call `function` when somebody has pressed the run's Stop button, or wandb-core has given up sending.
 
-    Without it, wandb interrupts the rank that has the run, and no other.
+    The user's own `stop_fn` takes precedence. Without it, wandb interrupts the rank that has the run, and no other.
 
     Args:
         settings: Those of the run.
+        effective: They, over those of the session.
         function: The function.
         has_others: Whether the job has other ranks, which are not interrupted without it.
     """
@@ -1034,6 +1040,7 @@ def on_stop_request(settings: Any, function: Callable[[], object], *, has_others
             PARTS.lose(_NO_STOP_BUTTON, "no setting stop_fn")
     elif settings.stop_fn is None:
         settings.stop_fn = function
+        set_default(settings, effective, "stop_on_fatal_error", True)  # since 0.27
 
 
 # Credentials
