@@ -135,7 +135,7 @@ def test_a_run_whose_wandb_core_has_died_is_not_returned_by_the_next_init(tmp_pa
 
 def test_a_role_says_if_w_and_b_does_not_tell_whether_its_run_has_ended(monkeypatch, caplog):
     monkeypatch.setitem(vendor.keys, "http://127.0.0.1:9", "k" * 40)
-    roles.end_again(attempts.Place("http://127.0.0.1:9", "e", "p", "r"), "eval", 0.5)
+    roles.end_again(attempts.Place("http://127.0.0.1:9", "e", "p", "r"), "eval")
     assert "run r may be shown as running if its owner has ended it" in caplog.text
     assert vendor.restart_service()
 

@@ -206,12 +206,9 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         if known is not None:
             after = {key: run.config.get(key) for key in arguments.get("config") or ()}
             client.warn_of_changes("W&B", run.id, known.config, after)
-        if request.has_other_writers:
-            roles.leave_summary_to_roles(request, run)
         sent, role = send_earlier(request, run), request.plan.role
         if role is not None:
-            left_s = max(_COUNT_S, request.deadline - time.monotonic())
-            vars(run)[roles.NEXT_STEP] = roles.next_step(role, found, sent, left_s)
+            vars(run)[roles.NEXT_STEP] = roles.next_step(role, found, sent)
         return run
 
 

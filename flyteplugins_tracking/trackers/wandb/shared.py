@@ -10,16 +10,19 @@ All writers have one step counter, which W&B counts. So here, `log(step=)` sets 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import roles, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 
@@ -42,12 +45,16 @@ class SharedHandle(WandbHandle):
         next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
         self.prefix = prefix_of(request)
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
-        self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
         super().__init__(run, before, request, barrier)
         self._show_primarys_config()
         self._show_own_config()
-        if request.config.has_roles and request.plan.primary and self.files is not None:
-            self._writer = roles.Writer(self.run, request, self._log_own, self.define, lambda: self._rows.next_step)
+        # Whether the run has roles, and this rank speaks for its job.
+        self._speaks = request.config.has_roles and request.plan.primary and self.files is not None
+        self._last_row = 0
+        if self._speaks:
+            roles.define_columns(self.define, self.run, role)
+            section = dict(self.run.config).get(role)  # another writer may replace that of the run
+            self._tell("running", **({"config": json.dumps(section, default=str)} if section else {}))
 
     # Rows
 
@@ -64,12 +71,15 @@ class SharedHandle(WandbHandle):
     def _log_row(self, row: dict[str, Any]) -> Any:
         super().log(self._numbered(row))
 
-    def _log_own(self, row: Mapping[str, Any]) -> int:
-        """Log a row of this library's, also while the run ends. Returns its number."""
+    def _tell(self, state: str, **more: Any) -> None:
+        """Log the state of this job in a run with roles, also while the run ends."""
+        if not self._speaks:
+            return
         waiting = self._next_row.take() if self.request.plan.role else {}
-        row = self._numbered({**waiting, **row})
+        own = {f"roles/{roles.name_of(self.request)}/{key}": value for key, value in {"state": state, **more}.items()}
+        row = self._numbered({**waiting, **own})
         self.kind.log(self.run, row, None, True)
-        return int(row[str(self._outbox.column)])
+        self._last_row = int(row[str(self._outbox.column)])
 
     def _numbered(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with its number, if this run's rows have numbers."""
@@ -113,12 +123,9 @@ class SharedHandle(WandbHandle):
         if self.request.plan.role is None:
             return super().change_summary(method, *args, **kwargs)
         if method.__name__ == "keys":
-            return list(dict.fromkeys(key.removeprefix(self.prefix) for key in super().change_summary(method)))
+            keys = super().change_summary(method)
+            return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix)]
         name, *values = args or (kwargs.pop("key", None),)
-        if method.__name__ in ("__getitem__", "get"):  # what this role has set, and else what is in the run's summary
-            own, kind = self.prefixed(name), type(self.run.summary)
-            is_own = own in super().change_summary(getattr(kind, "__wrapped__", kind).keys)
-            return super().change_summary(method, own if is_own else name, *values, **kwargs)
         return super().change_summary(method, self.prefixed(name), *values, **kwargs)
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +188,12 @@ class SharedHandle(WandbHandle):
         super().await_writers(exit_code)
 
     def _end(self, exit_code: int) -> None:
-        if self._writer is not None:
-            self._writer.end(exit_code)
+        self._tell(status_of(exit_code), exit_code=exit_code)
         super()._end(exit_code)
-        if self._writer is not None and not self._timed_out:
-            self._writer.after_end(exit_code)
+        role = self.request.plan.role
+        if role is not None and self._speaks and not (self._timed_out or self.run.offline):
+            is_short = exit_code in (INTERRUPTED, TERMINATED)
+            roles.end_again(Place.of(self.run), role, None if is_short else self._last_row)
 
     def _before_send(self, exit_code: int) -> None:
-        if self._writer is not None:
-            self._writer.tell(status_of(exit_code), {"exit_code": exit_code})
+        self._tell(status_of(exit_code), exit_code=exit_code)
