@@ -102,11 +102,6 @@ class WandbHandle(ClientHandle):
             self._take_over()
 
     @property
-    def was_told_to_end(self) -> bool:
-        """Whether the function has called `finish()`, which ends nothing."""
-        return self._told_status is not None
-
-    @property
     def files(self) -> str | None:
         return None if self.is_disabled else str(self.run.dir)
 
