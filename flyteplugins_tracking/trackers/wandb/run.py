@@ -206,29 +206,17 @@ class WandbHandle(ClientHandle):
     def _write_late(self, *row: Any) -> None:
         self._keep(lambda: self._write(*row))
 
-    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call another one of the run's methods. If the run has ended, keep what can be kept."""
+    def use(self, method: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        """Call another one of the run's methods, or use a property. If the run has ended, use `late`, or keep it."""
         if os.getpid() != self.pid:
             return method(self.run, *args, **kwargs)
         self.request.sigterm.before_row()
         self._placement.has_definitions |= method.__name__ == "define_metric"
 
-        def call() -> Any:
-            return method(self.run, *args, **kwargs)
-
-        return self._gate.call(call, lambda: self._keep(call, f"{method.__name__}()"))
-
-    def change(
-        self, accessor: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> Any:
-        """Use a property or callback that can change the run. If the run has ended, use `late`, or keep the change."""
-        if os.getpid() != self.pid:
-            return accessor(self.run, *args, **kwargs)
-
-        def call(used: Callable[..., Any] = accessor) -> Any:
+        def call(used: Callable[..., Any] = method) -> Any:
             return used(self.run, *args, **kwargs)
 
-        return self._gate.call(call, lambda: self._keep(lambda: call(late or accessor), "A change"))
+        return self._gate.call(call, lambda: self._keep(lambda: call(late or method), f"{method.__name__}()"))
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the config that changes it."""
@@ -238,7 +226,7 @@ class WandbHandle(ClientHandle):
                 self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
             return method(run.config, *given, **named)
 
-        return self.change(change, *args, **kwargs)
+        return self.use(change, *args, **kwargs)
 
     def _change_of_earlier(self, run: Any, changes_now: Mapping[str, Any]) -> None:
         """Change what earlier attempts have set, which W&B refuses as it refuses two values of one attempt."""
@@ -256,7 +244,7 @@ class WandbHandle(ClientHandle):
         elif method.__name__ in ("__delitem__", "__delattr__"):
             self._summary.pop(args[0], None)
         is_change = method.__name__ in (*_SETTING, "__delitem__", "__delattr__")
-        result = self.change(
+        result = self.use(
             lambda run, *given, **named: method(run.summary, *given, **named),
             *args,
             late=None if is_change else lambda _, key=None, default=None: self._summary.get(key, default),
@@ -266,7 +254,7 @@ class WandbHandle(ClientHandle):
 
     def _take_over(self) -> None:
         vars(self.run)[HANDLE] = self
-        guard(self.run, self.is_shared)
+        guard(self.run)
         vendor.set_global_run(self.run)
         if self.files is not None and self.run.offline:
             vendor.replace_sync_command(self.run, lambda: self._command)
@@ -410,10 +398,10 @@ class WandbHandle(ClientHandle):
         return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
 
 
-def guard(run: Any, is_shared: bool) -> None:
+def guard(run: Any) -> None:
     """Route the calls of the run's methods through its handle, `vars(run)[HANDLE]`."""
     kind: Any = type(run)
-    run.__class__ = _guarded(kind, is_shared)
+    run.__class__ = _guarded(kind)
     guard_values(run)
 
 
@@ -433,19 +421,16 @@ def _new(kind: Any) -> Any:
 
 
 @functools.cache
-def _guarded(kind: Any, is_shared: bool) -> Any:
+def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
-    row_method = vendor.row_method(kind) if is_shared else None
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard_log(kind.log)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)
         if isinstance(member, property):
-            getter, setter = (accessor and _guard(accessor, "change") for accessor in (member.fget, member.fset))
+            getter, setter = (accessor and _guard(accessor, "use") for accessor in (member.fget, member.fset))
             members[name] = property(getter, setter, doc=member.__doc__)
-    if row_method is not None:
-        members[row_method.__name__] = _guard(row_method, "log_part")
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     return _subclass(kind, members)
 

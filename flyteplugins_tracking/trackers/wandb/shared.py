@@ -61,13 +61,6 @@ class SharedHandle(WandbHandle):
     def log(self, data: Any, step: Any = None, **kwargs: Any) -> None:
         self._rows.log(self._log_row, data, step, **kwargs)
 
-    def log_part(self, method: Callable[..., Any], data: Any, step: Any = None, commit: bool | None = None) -> None:
-        """Keep what `watch` adds to the next row for the row that the function logs next."""
-        if commit is False:
-            self._rows.log(self._log_row, data, commit=False)
-        else:
-            method(self.run, data, step, commit)
-
     def _log_row(self, row: dict[str, Any]) -> Any:
         super().log(self._numbered(row))
 
@@ -104,20 +97,17 @@ class SharedHandle(WandbHandle):
             names = {**dict(zip(("name", "step_metric"), args, strict=False)), **kwargs}
             named = {key: self.prefixed(names.pop(key)) for key in ("name", "step_metric") if key in names}
             return super().use(method, *[*named.values(), *args[2:]], **names)
-        return super().use(method, *args, **kwargs)
+        if method.__name__ != "step":
+            return super().use(method, *args, **kwargs)
+        try:
+            step = super().use(method)
+        except Exception:  # W&B's shared mode has none
+            step = None
+        return self._rows.logged if step is None else step
 
     def define(self, *args: Any, **kwargs: Any) -> None:
         """Define columns by their names in the run."""
         super().use(self.kind.define_metric, *args, **kwargs)
-
-    def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if accessor.__name__ != "step":
-            return super().change(accessor, *args, **kwargs)
-        try:
-            step = super().change(accessor)
-        except Exception:  # W&B's shared mode has none
-            step = None
-        return self._rows.logged if step is None else step
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.request.plan.role is None:
@@ -139,7 +129,7 @@ class SharedHandle(WandbHandle):
         if request.plan.role is not None and not is_wandbs:
             section = dict(self.run.config).get(request.plan.role, {})
             section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
-            self.change(vendor.update_config, {request.plan.role: section})
+            super().use(vendor.update_config, {request.plan.role: section})
             return self._show_own_config()
         if request.plan.primary or is_wandbs:
             return super().change_config(method, *args, **kwargs)

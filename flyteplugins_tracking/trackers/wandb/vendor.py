@@ -528,14 +528,6 @@ def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Ca
         raise errors[0]
 
 
-def row_method(kind: Any) -> Callable[..., Any] | None:
-    """The method through which `run.watch` adds values to the next row. Without it, they may get into another's row."""
-    with _optional("what run.watch records may be in the row of another rank"):
-        method: Callable[..., Any] = kind._log
-        return method
-    return None
-
-
 def status_of_end(method: str, *args: Any, **kwargs: Any) -> int:
     """Return the status that a call of one of `ENDINGS` gives a run: by default 0."""
     given = args[0] if args else kwargs.get("exit_code")
@@ -1048,17 +1040,3 @@ def has_credentials(host: str) -> bool:
             return bool(importlib.import_module("wandb").api.api_key)
         return auth.authenticate_session(host=host, source="tracking_init", prompt=False) is not None
     return True
-
-
-def default_server(otherwise: str) -> str:
-    """The server that the installed wandb uses by default, which has changed. Reads the file: an import has effects.
-
-    Without it, `otherwise`.
-    """
-    spec = find_spec("wandb")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        with contextlib.suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
-            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
-            if match:
-                return match[1]
-    return otherwise
