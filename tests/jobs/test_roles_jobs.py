@@ -352,27 +352,6 @@ def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     assert len(numbers) == len(set(numbers))
 
 
-@pytest.mark.wide
-def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
-    """Also after rows that it was given steps for, and after a kill."""
-    with WandbServer(replaces=True) as server:
-        job = Roles(WandbBackend(server), tmp_path)
-        owner = job.start(roles=ROLES, rows=600, ends="stop")
-        job.wait("logs-no-more-owner", owner)
-        assert job.run("rollout-0", rows=20).returncode == 0
-        assert job.run("rollout-0", rows=20, first=20).returncode == 0
-        (tmp_path / "logs-no-more-rollout-0").unlink()
-        killed = job.start("rollout-0", rows=20, first=40, ends="never")
-        job.wait("logs-no-more-rollout-0", killed)
-        job.kill("rollout-0", killed)
-        assert job.run("rollout-0", rows=20, first=60).returncode == 0
-        job.go("stop")
-        assert job.finish(owner).returncode == 0
-        (run,) = server.runs
-        steps = {row["rollout-0/rank0"]: row["rollout-0/step"] for row in run.rows if "rollout-0/rank0" in row}
-        assert steps == {number: number for number in range(80)}
-
-
 # A slow service, and one that refuses
 
 

@@ -190,7 +190,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     effective = vendor.effective_settings(settings)
     assert (effective.init_timeout, effective.run_notes) == (3, "n")
     asked: list[int] = []
-    vendor.on_stop_request(settings, lambda: asked.append(1), has_others=True)
+    vendor.on_stop_request(settings, lambda: asked.append(1))
     settings.stop_fn()
     assert asked == [1]
     vendor.set_default(settings, settings, "x_file_stream_transmit_interval", 2.0)

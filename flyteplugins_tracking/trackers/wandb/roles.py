@@ -28,7 +28,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util import threads
@@ -45,8 +44,6 @@ from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 
-# The run's attribute that holds the step of a role's first row.
-NEXT_STEP = "_flyteplugins_tracking_next_step"
 # How long a question to W&B may take, and how long each half of ending a run again, in seconds.
 _ASK_S, _END_AGAIN_S = 5.0, 5
 
@@ -110,12 +107,9 @@ def check_roles(request: RunRequest, known: Any, found: Mapping[str, Any]) -> No
             with the name of a key of the owner's config.
     """
     config, role, run = request.config, request.plan.role, f"W&B: run {request.plan.run_id}"
-    if known is None and role is not None:
-        text = f"it has one writer, its own job. Pass roles=[{role!r}] in that job, and another id in both"
-        raise ConfigError(f"{run} cannot be joined by role={role!r}: {text}")
-    if known is None and config.roles is not None:
-        text = "it exists, and has one writer: pass another id, or leave out roles="
-        raise ConfigError(f"{run} cannot have roles={list(config.roles)}: {text}")
+    if known is None and config.has_roles:
+        text = "it exists, and has one writer. Pass roles=[...] in the job that makes the run, and another id in all"
+        raise ConfigError(f"{run} cannot be shared by jobs with roles: {text}")
     names = [str(name) for name in known] if isinstance(known, (list, tuple)) else []
     is_joined = request.info is None and not request.plan.primary  # by a task that a task with roles has called
     if known is not None and not config.has_roles and not is_joined:
@@ -133,14 +127,14 @@ def missing_run_error(request: RunRequest, place: str, refusal: str = "") -> Tra
         refusal: Why the service does not let this job look; empty if the owner has not opened the run in time.
     """
     config = request.config
-    why = (
-        f" within init_timeout_s={config.init_timeout_s:g}: the job with roles=[...] and the same id has not opened "
+    why = refusal or (
+        f"within init_timeout_s={config.init_timeout_s:g}, the job with roles=[...] and the same id has not opened "
         "it, or the server does not answer or does not let this job's key read it. Start that job, or pass a longer "
         "init_timeout_s."
     )
     return TrackerUnavailableError(
         f"W&B: role {config.role!r} has not found run {request.plan.run_id} of project "
-        f"{config.project or '(the default)'} at {place}{f': {refusal}' if refusal else why}",
+        f"{config.project or '(the default)'} at {place}: {why}",
         is_outage=False,
     )
 
@@ -216,21 +210,3 @@ def _exit_code_of_owner(place: Place, role: str, last_row: int | None) -> int | 
 def shared_settings(role: str, *, ends_run: bool) -> dict[str, Any]:
     """Return the settings of a client that writes to a run with roles for a moment."""
     return {"x_label": role, "x_primary": False, "x_update_finish_state": ends_run}
-
-
-def next_step(role: str, known: Stored | None, sent: Mapping[str, Any]) -> int:
-    """Return the step of a role's next row: behind its last one.
-
-    Args:
-        role: The role.
-        known: What W&B has of the run.
-        sent: The last values of rows that earlier attempts have left.
-    """
-    column, steps = f"{role}/step", list[Any]()
-    with suppress(Exception):  # W&B does not say; or it is no number
-        if column in sent:
-            steps = [sent[column]]
-        elif known is not None:
-            steps = threads.call_within(_ASK_S, known.values, column)
-        return int(steps[-1]) + 1
-    return 0

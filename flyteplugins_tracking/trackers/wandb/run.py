@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import ClientHandle, run_config, warn_of_changes
+from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
@@ -50,7 +50,7 @@ _FIRST_VIEWER = [0, 28]
 _POLL_S = 0.01
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
-# The most characters of a config's JSON that are passed to each task that a task calls.
+# The most characters of a config's JSON that are passed to each task that a task calls: of a longer one, none are.
 _MAX_CONFIG = 16_384
 
 
@@ -93,9 +93,6 @@ class WandbHandle(ClientHandle):
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
-        # The keys of the config that this attempt has not set yet, and an earlier one has.
-        self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
-        self._of_earlier -= set(vendor.locked_keys(run))
         self._placement = Placement(run, self.kind, request, self.warn_once)
         self._agent = SweepAgent()
         if self._is_ours:
@@ -219,28 +216,21 @@ class WandbHandle(ClientHandle):
         return self._gate.call(call, lambda: self._keep(lambda: call(late or method), f"{method.__name__}()"))
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the config that changes it."""
+        """Call a method of the config that changes it. A later attempt may change what an earlier one has set."""
 
         def change(run: Any, *given: Any, **named: Any) -> Any:
-            if self._of_earlier and method.__name__ in _SETTING and named.get("allow_val_change") is not False:
-                self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
+            if getattr(run, "resumed", False) and method.__name__ == "update" and len(given) == 1:
+                named = {"allow_val_change": True, **named}
+            elif getattr(run, "resumed", False) and method.__name__ in _SETTING and len(given) == 2:
+                return vendor.update_config(run, dict([given]))
             return method(run.config, *given, **named)
 
         return self.use(change, *args, **kwargs)
 
-    def _change_of_earlier(self, run: Any, changes_now: Mapping[str, Any]) -> None:
-        """Change what earlier attempts have set, which W&B refuses as it refuses two values of one attempt."""
-        keys = [key for key in changes_now if key in self._of_earlier]
-        before = {key: run.config[key] for key in keys}
-        self._of_earlier.difference_update(keys)
-        if keys:
-            vendor.update_config(run, {key: changes_now[key] for key in keys})
-            warn_of_changes("W&B", self.id, before, {key: run.config[key] for key in keys})
-
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the summary."""
         if method.__name__ in _SETTING:
-            self._summary.update(vendor.config_changes(method.__name__, *args, **kwargs))
+            self._summary.update((args[0] if args else kwargs["d"]) if method.__name__ == "update" else [args])
         elif method.__name__ in ("__delitem__", "__delattr__"):
             self._summary.pop(args[0], None)
         is_change = method.__name__ in (*_SETTING, "__delitem__", "__delattr__")
@@ -495,19 +485,7 @@ def passed_on(run: Any) -> Mapping[str, Any] | None:
     place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}
     if run.offline:
         return {**place, "mode": "offline"}
-    return {**place, HOST: without_credentials(str(run.settings.base_url)), "config": _passed_on_config(run)}
-
-
-def _passed_on_config(run: Any) -> dict[str, Any] | None:
-    """The run's config, for a task in another process; None if it is too long to be passed to each task."""
     # JSON has no numbers for NaN and infinities: they become text.
     text = json.dumps(dict(run.config), default=str)
-    config: dict[str, Any] = json.loads(text, parse_constant=str)
-    if len(text) <= _MAX_CONFIG:
-        return config
-    logger.warning(
-        "W&B: the config of run %s has more than %d characters: tasks in other processes do not get it",
-        run.id,
-        _MAX_CONFIG,
-    )
-    return None
+    config = json.loads(text, parse_constant=str) if len(text) <= _MAX_CONFIG else None
+    return {**place, HOST: without_credentials(str(run.settings.base_url)), "config": config}

@@ -42,9 +42,8 @@ class SharedHandle(WandbHandle):
         """
         role = request.plan.role
         step_metric = request.config.step_metric if role is None else f"{role}/step"
-        next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
         self.prefix = prefix_of(request)
-        self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
+        self._rows = RowBuffer(step_metric, self.prefix, self._define_step, None if role is None else 0)
         super().__init__(run, before, request, barrier)
         self._show_primarys_config()
         self._show_own_config()

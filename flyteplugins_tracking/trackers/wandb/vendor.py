@@ -45,7 +45,6 @@ opening = register(OwnLock())
 _LAST_RECORDS_S = 1.0
 # How long wandb-core may take to end once it was asked to, before it is asked again; and then, before it is killed.
 _ENDING_S = (5.0, 30.0)
-_NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
 PARTS = VendorParts("W&B", "wandb", "wandb==0.31.0")
 _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at the run's end"
 # How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
@@ -588,22 +587,6 @@ def replace_sync_command(run: Any, command: Callable[[], str]) -> None:
         run._printer.display = display
 
 
-def config_changes(method: str, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-    """Return the values by key that a call of a method of a run's config sets, which raises if it cannot say."""
-    if method != "update":
-        key, value = [*args, *kwargs.values()]
-        return {key: value}
-    from wandb.sdk import wandb_helper
-
-    values = args[0] if args else kwargs["d"]
-    return {str(key).strip("-"): value for key, value in wandb_helper.parse_config(values).items()}
-
-
-def locked_keys(run: Any) -> Collection[str]:
-    """Return the keys of a run's config that a sweep has set, and that W&B never changes."""
-    return tuple(getattr(run.config, "_locked", ()))
-
-
 def set_config(run: Any, config: Any) -> None:
     """Set the values in `run.config` without sending them. Without it, `run.config` lacks them on this rank."""
     with _optional("run.config lacks the values of another writer"):
@@ -1006,20 +989,12 @@ def set_required(settings: Any, **values: Any) -> None:
             setattr(settings, name, value)
 
 
-def on_stop_request(settings: Any, function: Callable[[], object], *, has_others: bool) -> None:
+def on_stop_request(settings: Any, function: Callable[[], object]) -> None:
     """Call `function` when somebody has pressed the run's Stop button. The user's own `stop_fn` takes precedence.
 
-    Without it, wandb interrupts the rank that has the run, and no other.
-
-    Args:
-        settings: Those of the run.
-        function: The function.
-        has_others: Whether the job has other ranks, which are not interrupted without it.
+    Without it, before 0.26, wandb interrupts the rank that has the run, and no other.
     """
-    if not has_setting("stop_fn"):
-        if has_others:
-            PARTS.lose(_NO_STOP_BUTTON, "no setting stop_fn")
-    elif settings.stop_fn is None:
+    if has_setting("stop_fn") and settings.stop_fn is None:
         settings.stop_fn = function
 
 
