@@ -264,9 +264,10 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
     _adapt_to_part(arguments, request)
     if arguments.get("dir") is not None:
         arguments["dir"] = os.fspath(arguments["dir"])  # this downloads a FlyteDirectory
-    if vendor.global_run() is not None or vendor.open_runs():
+    may_be_returned = arguments.get("reinit") in (None, False, "default", "return_previous")
+    if may_be_returned and (vendor.global_run() is not None or vendor.open_runs()):
         # wandb.init would return that run instead of a new one.
-        arguments.setdefault("reinit", "create_new")
+        arguments["reinit"] = "create_new"
     return {name: value for name, value in arguments.items() if value is not None}
 
 

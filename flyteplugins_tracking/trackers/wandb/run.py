@@ -84,19 +84,21 @@ class WandbHandle(ClientHandle):
         super().__init__(request, "W&B", None, Gate("W&B", run.id, deaths=deaths, on_death=self._on_death), barrier)
         self.run, self.id = run, run.id
         self._outbox = outbox.of(run)
-        self._before = None if before is run else before
+        kind: Any = type(run)
+        self._before, self.kind = before, kind
         self.pid = os.getpid()
-        holder = vars(run).get(HANDLE)
-        # `wandb.init` may return a run that another function has open. That function ends it.
-        self._is_ours, self.kind = holder is None, type(run) if holder is None else holder.kind
         self._timed_out = False  # whether W&B may lack rows after the run's end
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
         self._placement = Placement(run, self.kind, request, self.warn_once)
         self._agent = SweepAgent()
-        if self._is_ours:
-            self._take_over()
+        vars(run)[HANDLE] = self
+        run.__class__ = _guarded(kind)
+        guard_values(run)
+        vendor.set_global_run(run)
+        if self.files is not None and run.offline:
+            vendor.replace_sync_command(run, lambda: self._command)
 
     @property
     def files(self) -> str | None:
@@ -142,10 +144,7 @@ class WandbHandle(ClientHandle):
 
     def finish(self, exit_code: int) -> None:
         try:
-            if self._is_ours:
-                super().finish(exit_code)
-            elif self._barrier is not None:
-                self._barrier.depart(self.request, "W&B", exit_code)
+            super().finish(exit_code)
         finally:
             self._let_go()
 
@@ -165,8 +164,7 @@ class WandbHandle(ClientHandle):
         return self.request.plan.ends_run and not self._agent.has_stopped_trial()
 
     def end_early(self, exit_code: int) -> None:
-        if self._is_ours:
-            self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
+        self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
 
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
@@ -185,11 +183,7 @@ class WandbHandle(ClientHandle):
         return name
 
     def _make_row(self, data: Any) -> Any:
-        # For another type, W&B says why.
-        if self._summary and isinstance(data, dict) and (replaced := self._summary.keys() & data.keys()):
-            self._outbox.forget(replaced)
-            self._summary = {key: value for key, value in self._summary.items() if key not in replaced}
-        return data
+        return data  # of another type than a mapping, W&B says why
 
     def write(self, row: Any, step: Any, **kwargs: Any) -> None:
         with self._outbox.order:  # between a row's step and W&B's taking it, no other thread's row comes
@@ -242,19 +236,11 @@ class WandbHandle(ClientHandle):
         )
         return tuple(self._summary) if result is None and method.__name__ == "keys" else result
 
-    def _take_over(self) -> None:
-        vars(self.run)[HANDLE] = self
-        guard(self.run)
-        vendor.set_global_run(self.run)
-        if self.files is not None and self.run.offline:
-            vendor.replace_sync_command(self.run, lambda: self._command)
-
     def _let_go(self) -> None:
-        if self._is_ours:
-            del vars(self.run)[HANDLE]
-            self.run.__class__ = self.kind
-            if not self.is_disabled:  # W&B's own raises, in the thread or task that logs on
-                vars(self.run)["log"] = lambda *_, **__: self._gate.warn(NOT_OPEN)
+        del vars(self.run)[HANDLE]
+        self.run.__class__ = self.kind
+        if not self.is_disabled:  # W&B's own raises, in the thread or task that logs on
+            vars(self.run)["log"] = lambda *_, **__: self._gate.warn(NOT_OPEN)
         before = self._before
         if before is not None and (HANDLE in vars(before) or not vendor.is_finished(before)):
             vendor.set_global_run(before)
@@ -270,9 +256,13 @@ class WandbHandle(ClientHandle):
             vendor.set_global_run(self.run)
 
     def _end(self, exit_code: int) -> None:
+        self._before_end(exit_code)
+        super()._end(exit_code)
+
+    def _before_end(self, exit_code: int) -> None:  # noqa: ARG002 those with several writers need it
+        """Log what is told at the end of a run."""
         if self._next_row.waiting:  # in the summary: a row of its own would take a step
             vendor.update_summary(self.run, self._next_row.take())
-        super()._end(exit_code)
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
@@ -323,9 +313,7 @@ class WandbHandle(ClientHandle):
             if self._ended_with is None:
                 self._ended_with = exit_code or self._told_status or 0
             with self._outbox.alone(self.run):
-                self._before_send(self._ended_with)
-                if self._next_row.waiting:
-                    vendor.update_summary(self.run, self._next_row.take())
+                self._before_end(self._ended_with)
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
@@ -333,9 +321,6 @@ class WandbHandle(ClientHandle):
         if self._timed_out:
             text = "W&B: run %s: what it has logged since it ended is not sent. To send the rest, run: %s"
             logger.warning(text, self.id, self._command)
-
-    def _before_send(self, exit_code: int) -> None:
-        """Keep what is told at the end of a run."""
 
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
@@ -386,13 +371,6 @@ class WandbHandle(ClientHandle):
         if outbox.label_of(self.request) is not None:
             return how_to_send(outbox.directory_to_send(self.request, self.run))
         return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
-
-
-def guard(run: Any) -> None:
-    """Route the calls of the run's methods through its handle, `vars(run)[HANDLE]`."""
-    kind: Any = type(run)
-    run.__class__ = _guarded(kind)
-    guard_values(run)
 
 
 def guard_values(run: Any) -> None:

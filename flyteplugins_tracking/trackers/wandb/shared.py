@@ -176,13 +176,13 @@ class SharedHandle(WandbHandle):
         self._rows.commit(self._log_row)
         super().await_writers(exit_code)
 
-    def _end(self, exit_code: int) -> None:
+    def _before_end(self, exit_code: int) -> None:
         self._tell(status_of(exit_code), exit_code=exit_code)
+        super()._before_end(exit_code)
+
+    def _end(self, exit_code: int) -> None:
         super()._end(exit_code)
         role = self.request.plan.role
         if role is not None and self._speaks and not (self._timed_out or self.run.offline):
             is_short = exit_code in (INTERRUPTED, TERMINATED)
             roles.end_again(Place.of(self.run), role, None if is_short else self._last_row)
-
-    def _before_send(self, exit_code: int) -> None:
-        self._tell(status_of(exit_code), exit_code=exit_code)

@@ -640,14 +640,6 @@ def forward_summary(run: Any, update: Iterable[Any], remove: Iterable[Any] = ())
         forward(run, record.SerializeToString())
 
 
-def removal_of(keys: Iterable[str]) -> bytes:
-    """Return the serialized record that removes keys from a run's summary."""
-    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
-    for key in keys:
-        record.summary.remove.add().key = key
-    return bytes(record.SerializeToString())
-
-
 def leave_console_alone() -> str:
     """Have no run take what this process prints, from now on. Returns a setting, with which runs take consoles."""
     with _optional("of a run that is sent while it is logged, W&B gets no console"):
