@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -128,11 +127,11 @@ def _open_here(request: RunRequest) -> Any:
         with nullcontext() if has_trials_run else vendor.outside_sweep():
             run = _init(request)
     except TrackerUnavailableError as unavailable:
+        # wandb-core keeps the run's id, and would refuse it offline, or when the user tries again.
+        vendor.restart_service()
         if not client.degrades(request, unavailable):
-            # wandb-core keeps the run's id, and would refuse it when the user tries again.
-            vendor.restart_service()
             raise
-        run = _init_offline(request, is_automatic=True)
+        run = _init(request, mode="offline", is_automatic=True)
         logger.warning(
             "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
             "available, run: %s",
@@ -224,19 +223,6 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> Place:
     """Return which run is to be opened. Its id is empty if W&B makes one."""
     entity, project = (str(arguments.get(name) or getattr(settings, name) or "") for name in ("entity", "project"))
     return Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
-
-
-def _init_offline(request: RunRequest, is_automatic: bool = False) -> Any:
-    """Open the run offline after an attempt online. wandb-core has that attempt's id, and would refuse it."""
-    if not vendor.restart_service() and request.plan.run_id is not None:
-        run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"
-        logger.warning(
-            "W&B: run %s continues offline with the id %s, because other runs are open in this process",
-            request.plan.run_id,
-            run_id,
-        )
-        request = replace(request, plan=replace(request.plan, run_id=run_id))
-    return _init(request, mode="offline", is_automatic=is_automatic)
 
 
 def _is_online(arguments: Mapping[str, Any]) -> bool:
