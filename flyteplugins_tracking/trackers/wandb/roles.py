@@ -27,7 +27,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking._util import threads
@@ -76,15 +76,14 @@ def look_up(request: RunRequest, place: Place) -> Stored | None:
     while True:
         # The rest of the time is for the opening, and for another look if an answer is lost.
         part_s = max(_ASK_S, (request.deadline - time.monotonic()) / 2)
-        found, missing = None, missing_run_error(request, place.server)
         try:
-            found = reader.stored(part_s)
+            found, missing = reader.stored(part_s), missing_run_error(request, place.server)
         except TrackerUnavailableError as error:
-            if not error.is_outage and role is None:  # the opening says so
+            if role is None:  # the opening says so
                 return None
             if not error.is_outage:
                 raise missing_run_error(request, place.server, str(error)) from error
-            missing = error
+            found, missing = None, error
         if found is not None:
             check_roles(request, own_values(found.config).get(ROLES), found.config)
         if found is not None or role is None:
@@ -149,9 +148,14 @@ def config_beside(request: RunRequest, found: Stored, config: Mapping[str, Any])
 # The open run
 
 
-def define_columns(define: Callable[..., object], run: Any, role: str | None) -> None:
-    """Define the columns of all roles, and hide their steps and the numbers of their rows."""
-    known = own_values(run.config).get(ROLES)
+def define_columns(run: Any, role: str | None) -> None:
+    """Define the columns of all roles, and hide their steps and the numbers of their rows.
+
+    Args:
+        run: The open run, before its methods are guarded.
+        role: The role; None for the owner.
+    """
+    known, define = own_values(run.config).get(ROLES), run.define_metric
     define(outbox.column_of(None), hidden=True)
     for name in dict.fromkeys([*(known if isinstance(known, list) else []), *filter(None, [role])]):
         define(outbox.column_of(name), hidden=True)

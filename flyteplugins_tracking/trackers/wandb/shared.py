@@ -44,14 +44,15 @@ class SharedHandle(WandbHandle):
         step_metric = request.config.step_metric if role is None else f"{role}/step"
         self.prefix = prefix_of(request)
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, None if role is None else 0)
+        # Whether the run has roles, and this rank speaks for its job.
+        self._speaks = request.config.has_roles and request.plan.primary and not run.disabled
+        self._last_row = 0
+        if self._speaks:
+            roles.define_columns(run, role)
         super().__init__(run, before, request, barrier)
         self._show_primarys_config()
         self._show_own_config()
-        # Whether the run has roles, and this rank speaks for its job.
-        self._speaks = request.config.has_roles and request.plan.primary and self.files is not None
-        self._last_row = 0
         if self._speaks:
-            roles.define_columns(self.define, self.run, role)
             section = dict(self.run.config).get(role)  # another writer may replace that of the run
             self._tell("running", **({"config": json.dumps(section, default=str)} if section else {}))
 
@@ -103,10 +104,6 @@ class SharedHandle(WandbHandle):
         except Exception:  # W&B's shared mode has none
             step = None
         return self._rows.logged if step is None else step
-
-    def define(self, *args: Any, **kwargs: Any) -> None:
-        """Define columns by their names in the run."""
-        super().use(self.kind.define_metric, *args, **kwargs)
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.request.plan.role is None:
