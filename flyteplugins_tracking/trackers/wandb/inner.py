@@ -48,19 +48,18 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     """Return the run for a call of `wandb.init`; None if it is W&B's own."""
     given = {**_changed_variables(), **{name: value for name, value in arguments.items() if value is not None}}
     given = _open_waiting(given)
-    run, is_another = _latest_run(), _asks_for_another(given)
+    run, is_another = _latest_run(), _setting(given, "reinit") in _ANOTHER
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.pid != os.getpid():
         is_off = is_idle("wandb") and not is_another and (run is None or run.disabled)
         return _without_effect(given) if is_off else None
     if forced_run_id() not in (None, handle.id):  # a sweep's trial, which `wandb.agent` has begun in the function
         return None
-    if run.disabled and is_another:  # the decorator's mode="disabled" is for all that its function does
-        return vendor.init(**{**given, "mode": "disabled"})
-    if is_another:
+    if is_another and not run.disabled:
         return None
-    if _setting(given, "mode") == "disabled" and not run.disabled:
-        return vendor.init(**{**given, "mode": "disabled"})  # W&B reads the variable once
+    # The decorator's mode="disabled" is for all that its function does. W&B reads the variable once.
+    if is_another or (_setting(given, "mode") == "disabled" and not run.disabled):
+        return vendor.init(**{**given, "mode": "disabled"})
     if not run.disabled:
         _patch(run, given)
     _describe(handle, given)
@@ -105,13 +104,6 @@ def _setting(given: Mapping[str, Any], name: str) -> Any:
     settings = given.get("settings")
     of_settings = settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
     return given.get(name, of_settings)
-
-
-def _asks_for_another(given: Mapping[str, Any]) -> bool:
-    reinit = _setting(given, "reinit")
-    if reinit in (None, "default"):
-        reinit = vendor.session().settings.reinit  # a variable may set it
-    return reinit in _ANOTHER
 
 
 def _without_effect(given: Mapping[str, Any]) -> Any:

@@ -368,9 +368,7 @@ class WandbHandle(ClientHandle):
     @property
     def _command(self) -> str:
         """The command that sends what W&B lacks; if ranks share the run, of all of them on this disk."""
-        if outbox.label_of(self.request) is not None:
-            return how_to_send(outbox.directory_to_send(self.request, self.run))
-        return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
+        return how_to_send(outbox.directory_to_send(self.request, self.run))
 
 
 def guard_values(run: Any) -> None:
