@@ -343,16 +343,14 @@ def warn_of_placed(warn_once: WarnOnce, title: str, call: str, run_id: str | Non
         warn_once(call, text, title, call, run_id, ", ".join(kept))
 
 
-def warn_of_another(
-    warn_once: WarnOnce, title: str, call: str, run_id: str | None, given: Mapping[str, Any], more: str = ""
-) -> None:
+def warn_of_another(warn_once: WarnOnce, title: str, call: str, run_id: str | None, given: Mapping[str, Any]) -> None:
     """Warn once about a call that would open another run, after the script has ended the one before."""
     if run_id not in (given.get("id"), given.get("run_id")):
         text = (
             "%s: %s() opens no other run after the end of one: it returns run %s again, which has the rows of both. "
-            "For a run each, %sdecorate the function that has one with tracking_init, without a run around it"
+            "For a run each, decorate the function that has one with tracking_init, without a run around it"
         )
-        warn_once("another", text, title, call, run_id, more)
+        warn_once("another", text, title, call, run_id)
 
 
 def warn_of_changes(

@@ -117,9 +117,8 @@ def test_what_a_sweep_has_chosen_stays(tmp_path):
 @pytest.mark.full
 def test_a_trial_of_a_sweep_in_the_function_has_the_sweeps_run(tmp_path):
     with WandbServer() as server:
-        done = run(server, tmp_path, "trials_in_a_run")
+        run(server, tmp_path, "trials_in_a_run")
         outer, trial = server.runs
     assert (outer.id, values(outer), own_config(outer), outer.exit_codes[-1]) == ("outer", [0, 9], {}, 0)
     assert (trial.project, own_config(trial), values(trial)) == ("swept", {"x": 1, "depth": 2}, [1])
     assert (outer.state, trial.state) == ("finished", "finished")
-    assert done.output.count("decorate the trial's function") == 1

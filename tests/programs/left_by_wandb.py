@@ -143,7 +143,7 @@ def log_set_when_dead() -> None:
     """What a function sets, and a file that it saves, when wandb-core has been killed."""
     log_dead()
     run = get_run()
-    run.summary["row"], run.summary["best"] = -1, 5
+    run.summary["best"] = 5
     run.config["late"] = 1
     run.name, run.tags = "renamed", ("tagged",)
     Path("saved.txt").write_text("saved")

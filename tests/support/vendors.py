@@ -37,7 +37,7 @@ _OF_TRACKERS = (
     f"{_ROLES}::test_a_job_of_jobs_has_one_run",
 )
 _OF_WANDB = (
-    f"{_ROLES}::test_axes_and_configs_of_all_roles_hold_whoever_writes_last[merged]",
+    f"{_ROLES}::test_axes_of_all_roles_hold_whoever_writes_last",
     f"{_ROLES}::test_offline_jobs_are_sent_together",
     f"{_ROLES}::test_a_job_that_is_killed_again_and_again_loses_no_row[rollout-0]",
     "tests/faults/test_offline_kills.py::test_rows_of_offline_attempts_that_were_killed_arrive_once[the process]",

@@ -12,9 +12,10 @@ from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 
-_SERVER = "https://api.wandb.ai"
+# The servers of W&B's own service, and the first client that uses the second one by default.
+_SERVER, _LATER_SERVER, _FIRST_LATER = "https://api.wandb.ai", "https://api.forge.coreweave.com", [0, 31]
 # W&B's own service has two names: a key that netrc has for one is valid for the other.
 _OTHER_NAMES = {"api.forge.coreweave.com": "api.wandb.ai"}
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
@@ -31,7 +32,8 @@ def diagnose() -> Diagnosis:
     for folder in (os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", directory):  # the last wins
         stored |= diagnostics.settings_of(os.path.join(folder, "settings"), "default")
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
-    server = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
+    default = _LATER_SERVER if numbers(client_version("wandb")) >= _FIRST_LATER else _SERVER
+    server = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default
     address, is_online = without_credentials(server), mode not in _NOT_ONLINE
     netrc_file = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
     elsewhere = {

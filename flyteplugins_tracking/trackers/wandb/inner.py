@@ -14,7 +14,7 @@ own, on each rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking._rank.children import variables_at_birth
@@ -26,13 +26,10 @@ from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
 _CONFIG = ("config", "config_exclude_keys", "config_include_keys")
-_DESCRIBING = (*_CONFIG, "name", "notes", "tags")
 # These say how a run is opened, and change nothing in one that is open; or they have their effect in `_patch`.
 _OPENING = ("allow_val_change", "anonymous", "force", "reinit", "resume")
 _PATCHING = ("monitor_gym", "sync_tensorboard", "tensorboard")
 _ANOTHER = (True, "create_new", "finish_previous")
-# The arguments whose names as attributes of a run, or as its settings, are others.
-_SETTINGS = {"dir": "root_dir"}
 # The variables that are arguments too.
 _VARIABLES = {
     **{f"WANDB_{name.upper()}": name for name in ("name", "notes", "tags", "project", "job_type", "dir", "mode")},
@@ -51,19 +48,18 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     """Return the run for a call of `wandb.init`; None if it is W&B's own."""
     given = {**_changed_variables(), **{name: value for name, value in arguments.items() if value is not None}}
     given = _open_waiting(given)
-    run, is_another = _latest_run(), _asks_for_another(given)
+    run, is_another = _latest_run(), _setting(given, "reinit") in _ANOTHER
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.pid != os.getpid():
         is_off = is_idle("wandb") and not is_another and (run is None or run.disabled)
         return _without_effect(given) if is_off else None
-    if _is_for_trial(handle):
+    if forced_run_id() not in (None, handle.id):  # a sweep's trial, which `wandb.agent` has begun in the function
         return None
-    if run.disabled and is_another:  # the decorator's mode="disabled" is for all that its function does
+    if is_another and not run.disabled:
+        return None
+    # The decorator's mode="disabled" is for all that its function does. W&B reads the variable once.
+    if is_another or (_setting(given, "mode") == "disabled" and not run.disabled):
         return vendor.init(**{**given, "mode": "disabled"})
-    if is_another:
-        return None
-    if _setting(given, "mode") == "disabled" and not run.disabled:
-        return vendor.init(**{**given, "mode": "disabled"})  # W&B reads the variable once
     if not run.disabled:
         _patch(run, given)
     _describe(handle, given)
@@ -84,19 +80,6 @@ def _open_waiting(given: dict[str, Any]) -> dict[str, Any]:
     kept = {name: given[name] for name in (*_CONFIG, *_PATCHING) if name in given}
     open_waiting("wandb", {name: value for name, value in given.items() if name not in (*kept, "reinit")})
     return kept
-
-
-def _is_for_trial(handle: WandbHandle) -> bool:
-    """Whether a call is for the run of a sweep's trial, which `wandb.agent` has begun inside of the function."""
-    trial = forced_run_id()
-    if trial in (None, handle.id):
-        return False
-    text = (
-        "W&B: wandb.agent() runs trials inside of run %s. Each trial has its own run in the sweep, which W&B's client "
-        "opens and ends alone: decorate the trial's function with tracking_init, and this library does"
-    )
-    handle.warn_once("trial", text, handle.id)
-    return True
 
 
 def _changed_variables() -> dict[str, Any]:
@@ -121,13 +104,6 @@ def _setting(given: Mapping[str, Any], name: str) -> Any:
     settings = given.get("settings")
     of_settings = settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
     return given.get(name, of_settings)
-
-
-def _asks_for_another(given: Mapping[str, Any]) -> bool:
-    reinit = _setting(given, "reinit")
-    if reinit in (None, "default"):
-        reinit = vendor.session().settings.reinit  # a variable may set it
-    return reinit in _ANOTHER
 
 
 def _without_effect(given: Mapping[str, Any]) -> Any:
@@ -164,68 +140,37 @@ def _patch(run: Any, given: Mapping[str, Any]) -> None:
 def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
     """Add to the run what it does not have, and warn once about what has no effect. The first call names the run."""
     run, request = handle.run, handle.request
-    if not request.plan.primary:  # that rank's call describes the run
-        return
-    _warn_of_another(handle, given)
-    kept = list(_misplaced(run, given))
-    if "config" in given:
-        kept += _add_config(run, request.config.config, given)
     if request.plan.ends_run:
         for name in ("name", "notes"):
             if given.get(name) and getattr(request.config, name) is None and not handle.is_described:
                 setattr(run, name, given[name])
-            elif given.get(name, "") not in ("", getattr(run, name)):
-                kept.append(f"{name}={given[name]!r}")
         tags = given.get("tags") or ()
-        new = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag not in (run.tags or ())]
-        if new:
-            run.tags = (*(run.tags or ()), *dict.fromkeys(new))
+        new_tags = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag not in (run.tags or ())]
+        if new_tags:
+            run.tags = (*(run.tags or ()), *dict.fromkeys(new_tags))
     handle.is_described = True
-    if not run.disabled and (request.plan.first or request.plan.role is not None):
-        client.warn_of_placed(handle.warn_once, "W&B", "wandb.init", run.id, kept)
-
-
-def _warn_of_another(handle: WandbHandle, given: Mapping[str, Any]) -> None:
-    if handle.was_told_to_end and not handle.is_disabled:
-        more = "pass reinit='create_new', or "
-        client.warn_of_another(handle.warn_once, "W&B", "wandb.init", handle.id, given, more)
-
-
-def _add_config(run: Any, own: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """Add the call's config to the run's. Yields the keys that the decorator has set to other values."""
-    values = vendor.parse_config(given["config"], given.get("config_exclude_keys"), given.get("config_include_keys"))
-    known = own if isinstance(own, Mapping) else {}
-    new = {key: value for key, value in values.items() if key not in known}
+    config: Mapping[str, Any] = {}
+    if "config" in given:
+        config = vendor.parse_config(
+            given["config"], given.get("config_exclude_keys"), given.get("config_include_keys")
+        )
+    new = handle.describe(
+        "wandb.init", {**given, "config": config, "settings": _settings_in(given)}, _placed(run, given)
+    )
     if new:
         run.config.update(new, allow_val_change=True)
-    return (f"config[{key!r}]" for key in values if key in known and _differ(known[key], values[key]))
 
 
-def _misplaced(run: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the other arguments that do not say what the run is."""
-    for name, value in given.items():
-        if name in (*_DESCRIBING, *_OPENING, *_PATCHING):
-            continue
-        if name == "settings":  # without their values: they may hold a key
-            names = value if isinstance(value, Mapping) else value.model_fields_set
-            of_value = value if isinstance(value, Mapping) else vars(value)
-            yield from (
-                f"settings {one}"
-                for one in sorted(names)
-                if one not in _OPENING and _differ(getattr(run.settings, one, None), of_value.get(one))
-            )
-        elif _differ(_current(run, name), value):
-            yield f"{name}={value!r}"
+def _placed(run: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the run has in place of a call's arguments that do not change it."""
+    if run.disabled:
+        return {}
+    names = given.keys() - {*_CONFIG, *_OPENING, *_PATCHING, "tags"}
+    placed = {name: getattr(run, name, getattr(run.settings, name, None)) for name in names}
+    return {**placed, "dir": run.settings.root_dir, "settings": []}
 
 
-def _current(run: Any, name: str) -> Any:
-    """Return what an argument has set."""
-    setting = getattr(run.settings, _SETTINGS.get(name, name), None)
-    return setting if name in _SETTINGS else getattr(run, name, setting)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return bool(one != other)
-    except Exception:  # an array's elements
-        return True
+def _settings_in(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of a call's settings, without their values: they may hold a key."""
+    settings = given.get("settings") or {}
+    return sorted(settings if isinstance(settings, Mapping) else settings.model_fields_set)

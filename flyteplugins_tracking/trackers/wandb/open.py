@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -23,7 +22,6 @@ from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import inner, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Place, await_count, directories_of
 from flyteplugins_tracking.trackers.wandb.names import (
@@ -36,7 +34,6 @@ from flyteplugins_tracking.trackers.wandb.names import (
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 from flyteplugins_tracking.trackers.wandb.sender import send_earlier
 from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
-from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline"
@@ -132,11 +129,11 @@ def _open_here(request: RunRequest) -> Any:
         with nullcontext() if has_trials_run else vendor.outside_sweep():
             run = _init(request)
     except TrackerUnavailableError as unavailable:
+        # wandb-core keeps the run's id, and would refuse it offline, or when the user tries again.
+        vendor.restart_service()
         if not client.degrades(request, unavailable):
-            # wandb-core keeps the run's id, and would refuse it when the user tries again.
-            vendor.restart_service()
             raise
-        run = _init_offline(request, is_automatic=True)
+        run = _init(request, mode="offline", is_automatic=True)
         logger.warning(
             "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
             "available, run: %s",
@@ -201,19 +198,10 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
-        known = found or _stored_earlier(request, place)
         with _failing_completely(request, directory, place.run_id):
             run = vendor.init(**arguments)
         outbox.open_outbox(request, run, found=found)
-        if known is not None:
-            after = {key: run.config.get(key) for key in arguments.get("config") or ()}
-            client.warn_of_changes("W&B", run.id, known.config, after)
-        if request.has_other_writers:
-            roles.leave_summary_to_roles(request, run)
-        sent, role = send_earlier(request, run), request.plan.role
-        if role is not None:
-            left_s = max(_COUNT_S, request.deadline - time.monotonic())
-            vars(run)[roles.NEXT_STEP] = roles.next_step(role, found, sent, left_s)
+        send_earlier(request, run)
         return run
 
 
@@ -237,25 +225,6 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> Place:
     """Return which run is to be opened. Its id is empty if W&B makes one."""
     entity, project = (str(arguments.get(name) or getattr(settings, name) or "") for name in ("entity", "project"))
     return Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
-
-
-def _stored_earlier(request: RunRequest, place: Place) -> Stored | None:
-    """Return what W&B has of the run of an earlier attempt, if this one has a config that may differ."""
-    may_differ = _may_go_on(request) and request.plan.primary and request.config.config and place.run_id
-    return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None
-
-
-def _init_offline(request: RunRequest, is_automatic: bool = False) -> Any:
-    """Open the run offline after an attempt online. wandb-core has that attempt's id, and would refuse it."""
-    if not vendor.restart_service() and request.plan.run_id is not None:
-        run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"
-        logger.warning(
-            "W&B: run %s continues offline with the id %s, because other runs are open in this process",
-            request.plan.run_id,
-            run_id,
-        )
-        request = replace(request, plan=replace(request.plan, run_id=run_id))
-    return _init(request, mode="offline", is_automatic=is_automatic)
 
 
 def _is_online(arguments: Mapping[str, Any]) -> bool:
@@ -283,29 +252,30 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
     _adapt_to_part(arguments, request)
     if arguments.get("dir") is not None:
         arguments["dir"] = os.fspath(arguments["dir"])  # this downloads a FlyteDirectory
-    if vendor.global_run() is not None or vendor.open_runs():
+    may_be_returned = arguments.get("reinit") in (None, False, "default", "return_previous")
+    if may_be_returned and (vendor.global_run() is not None or vendor.open_runs()):
         # wandb.init would return that run instead of a new one.
-        arguments.setdefault("reinit", "create_new")
+        arguments["reinit"] = "create_new"
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _adapt_to_part(arguments: dict[str, Any], request: RunRequest) -> None:
-    """Change the arguments of a client that is one of several of its run."""
+    """Change the arguments of a client that is one of several of its run: online, it is in W&B's shared mode."""
     plan, settings = request.plan, arguments["settings"]
     if not request.has_other_writers:
         return
     if not plan.ends_run:
         # Ranks and jobs may share a file system, and start in the same second.
         vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
-        _drop_run_description(arguments)
+        # The primary describes the run. Empty text: with None, wandb would use the variable.
+        empty = dict.fromkeys(("run_group", "run_job_type", "run_name", "run_notes"), "")
+        vendor.set_required(settings, **empty, run_tags=())
+        for name in ("group", "job_type"):
+            arguments.pop(name, None)
     if request.info is not None and request.config.run_mode == "shared" and not request.measures_node:
         vendor.set_default(settings, vendor.effective_settings(settings), "x_disable_stats", True)
-    if _is_online(arguments):
-        _use_wandbs_shared_mode(arguments, request)
-
-
-def _use_wandbs_shared_mode(arguments: dict[str, Any], request: RunRequest) -> None:
-    plan, settings = request.plan, arguments["settings"]
+    if not _is_online(arguments):
+        return
     arguments["mode"] = "shared"
     label = getattr(settings, "x_label", None) or plan.label or roles.name_of(request)
     vendor.set_required(settings, x_label=label, x_primary=plan.ends_run, x_update_finish_state=plan.ends_run)
@@ -313,15 +283,6 @@ def _use_wandbs_shared_mode(arguments: dict[str, Any], request: RunRequest) -> N
         # With these, it would send the config that it has found back to W&B, over the primary's.
         for name in ("resume", "resume_from", "fork_from"):
             arguments.pop(name, None)
-
-
-def _drop_run_description(arguments: dict[str, Any]) -> None:
-    """Remove the description of the run, also from variables. W&B would use it instead of the primary's."""
-    for name in ("group", "job_type"):
-        arguments.pop(name, None)
-    # Empty text: with None, wandb would use the variable.
-    empty = dict.fromkeys(("run_group", "run_job_type", "run_name", "run_notes"), "")
-    vendor.set_required(arguments["settings"], **empty, run_tags=())
 
 
 def _run_description(request: RunRequest) -> dict[str, Any]:
@@ -360,19 +321,11 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
     if request.restart_count:
         _keep_earlier_console(settings, effective)
-    info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
-    has_others = is_online and info is not None and info.world_size > 1
     stop = _stopping(request, is_wanted_without_rows=getattr(effective, "stop_on_fatal_error", False))
-    vendor.on_stop_request(settings, effective, stop, has_others=has_others)
-    if is_online:
+    vendor.on_stop_request(settings, effective, stop)
+    if (mode or effective.mode) not in _NOT_ONLINE:
         _authenticate(settings, effective, request)
     return settings
-
-
-def _may_go_on(request: RunRequest) -> bool:
-    """Whether the run may be an earlier attempt's: there was one, or the user has chosen the run by its id."""
-    is_chosen = request.config.id is not None or "WANDB_RUN_ID" in os.environ
-    return request.restart_count > 0 or (is_chosen and forced_run_id() is None)
 
 
 def _keep_earlier_console(settings: Any, effective: Any) -> None:

@@ -43,10 +43,9 @@ class Placement:
         self.distance, self.has_definitions = 0, False
         self._last = -1  # the highest step that was given
         self._in_column: tuple[int, Any] = (-1, None)  # the last place whose step is in the column, and that step
-        self._in_order: set[str] = set()  # the keys of rows that are not late
+        self._drawn: set[str] = set()  # the keys of rows that are not late, or are drawn over the column
         self._current: tuple[int, set[str]] = (-1, set())  # the place of the last such row, and the keys that it has
         self._late: tuple[int, set[str]] = (-1, set())  # and of the last late one
-        self._drawn: set[str] = set()  # the keys that are drawn over the column
 
     def place(self, row: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps it; the step is None if the user gives none."""
@@ -87,7 +86,7 @@ class Placement:
         meets_late = at == current and not late_keys.isdisjoint(row)  # its values would replace those of a late row
         if place > current or (place == current and not meets_late):
             self._last = max(self._last, step)
-            self._in_order.update(row)
+            self._drawn.update(row)
             if self._current[0] != place:
                 self._current = (place, set())
             self._current[1].update(row)
@@ -109,7 +108,7 @@ class Placement:
 
         Rows without a value of the column get none.
         """
-        new = set() if self.has_definitions else row.keys() - self._in_order - self._drawn - {self._column}
+        new = set() if self.has_definitions else row.keys() - self._drawn - {self._column}
         for key in (key for key in new if "*" not in key):
             self._kind.define_metric(self._run, key, step_metric=self._column, step_sync=False)
         self._drawn |= new

@@ -9,8 +9,8 @@ process has ended its part of the run. The next attempt of the role asks which o
 the other rows again, with the same numbers: see `sender`.
 
 It is not known whether W&B merges the configs, the definitions of columns and the summaries of writers, or keeps those
-of the last one. So each writer passes the config of all, and defines the columns of all roles. What must not be lost
-is a row too: `roles/NAME/state`, `roles/NAME/exit_code` and `roles/NAME/config`.
+of the last one. So each writer passes the config that it finds, and defines the columns of all roles. What must not be
+lost is a row too: `roles/NAME/state`, `roles/NAME/exit_code`, and the config with which a role has begun.
 
 What a process logs arrives in that order: wandb-core sends one request after the other. So the last one of its own
 rows that W&B has tells that it has all before that, and a look at the run's last rows is enough. The summary does not
@@ -23,21 +23,17 @@ has the owner's end too, if that came before.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking._util import threads
-from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import status_of
 from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values, roles_error
 from flyteplugins_tracking.trackers.outbox import pauses
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
@@ -48,16 +44,8 @@ from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 
-# The run's attribute that holds the step of a role's first row.
-NEXT_STEP = "_flyteplugins_tracking_next_step"
-# How long a question to W&B may take, at least, and a shorter time, in seconds.
-_ASK_S, _POLL_S = 5.0, 0.5
-# The same after an ordinary end: without an answer, W&B may show a run as running that has ended.
-_END_ASK_S = 15.0
-# The same where less time is left, and for a run with one writer; and how long it may take to end a run again.
-_SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
-# When nothing is as late as `LATE_S`, in seconds.
-_OLD_S = 12.0
+# How long a question to W&B may take, and how long each half of ending a run again, in seconds.
+_ASK_S, _END_AGAIN_S = 5.0, 5
 
 
 def name_of(request: RunRequest) -> str:
@@ -80,32 +68,29 @@ def look_up(request: RunRequest, place: Place) -> Stored | None:
         ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none.
         TrackerUnavailableError: A role has waited `init_timeout_s` for its run, or W&B does not take its key.
     """
-    config, role, has_others = request.config, request.plan.role, request.has_other_writers
+    config, role = request.config, request.plan.role
     is_chosen = config.id is not None or ("WANDB_RUN_ID" in os.environ and forced_run_id() is None)
-    if request.plan.run_id is None or not (has_others or (is_chosen and not any(known_faults("wandb")))):
+    if request.plan.run_id is None or not (request.has_other_writers or (is_chosen and not any(known_faults("wandb")))):
         return None  # with such a fault, a process with one writer does without `wandb.Api`
     reader, waits = vendor.Reader(place), pauses()
     while True:
-        left_s = request.deadline - time.monotonic()
         # The rest of the time is for the opening, and for another look if an answer is lost.
-        part_s = max(_ASK_S, left_s / 2) if has_others else max(_SHORT_ASK_S, left_s / 3)
-        found, missing = None, missing_run_error(request, place.server)
+        part_s = max(_ASK_S, (request.deadline - time.monotonic()) / 2)
         try:
-            found = reader.stored(max(_POLL_S, min(part_s, left_s)))
+            found, missing = reader.stored(part_s), missing_run_error(request, place.server)
         except TrackerUnavailableError as error:
-            if not error.is_outage and role is None:  # the opening says so
+            if role is None:  # the opening says so
                 return None
             if not error.is_outage:
                 raise missing_run_error(request, place.server, str(error)) from error
-            missing = error
+            found, missing = None, error
         if found is not None:
             check_roles(request, own_values(found.config).get(ROLES), found.config)
-        left_s = request.deadline - time.monotonic()
         if found is not None or role is None:
             return found
-        if left_s < _POLL_S:
+        if time.monotonic() > request.deadline:
             raise missing
-        time.sleep(min(next(waits), left_s - _POLL_S / 2))
+        time.sleep(next(waits))
 
 
 def check_roles(request: RunRequest, known: Any, found: Mapping[str, Any]) -> None:
@@ -121,12 +106,9 @@ def check_roles(request: RunRequest, known: Any, found: Mapping[str, Any]) -> No
             with the name of a key of the owner's config.
     """
     config, role, run = request.config, request.plan.role, f"W&B: run {request.plan.run_id}"
-    if known is None and role is not None:
-        text = f"it has one writer, its own job. Pass roles=[{role!r}] in that job, and another id in both"
-        raise ConfigError(f"{run} cannot be joined by role={role!r}: {text}")
-    if known is None and config.roles is not None:
-        text = "it exists, and has one writer: pass another id, or leave out roles="
-        raise ConfigError(f"{run} cannot have roles={list(config.roles)}: {text}")
+    if known is None and config.has_roles:
+        text = "it exists, and has one writer. Pass roles=[...] in the job that makes the run, and another id in all"
+        raise ConfigError(f"{run} cannot be shared by jobs with roles: {text}")
     names = [str(name) for name in known] if isinstance(known, (list, tuple)) else []
     is_joined = request.info is None and not request.plan.primary  # by a task that a task with roles has called
     if known is not None and not config.has_roles and not is_joined:
@@ -144,14 +126,14 @@ def missing_run_error(request: RunRequest, place: str, refusal: str = "") -> Tra
         refusal: Why the service does not let this job look; empty if the owner has not opened the run in time.
     """
     config = request.config
-    why = (
-        f" within init_timeout_s={config.init_timeout_s:g}: the job with roles=[...] and the same id has not opened "
+    why = refusal or (
+        f"within init_timeout_s={config.init_timeout_s:g}, the job with roles=[...] and the same id has not opened "
         "it, or the server does not answer or does not let this job's key read it. Start that job, or pass a longer "
         "init_timeout_s."
     )
     return TrackerUnavailableError(
         f"W&B: role {config.role!r} has not found run {request.plan.run_id} of project "
-        f"{config.project or '(the default)'} at {place}{f': {refusal}' if refusal else why}",
+        f"{config.project or '(the default)'} at {place}: {why}",
         is_outage=False,
     )
 
@@ -166,121 +148,36 @@ def config_beside(request: RunRequest, found: Stored, config: Mapping[str, Any])
 # The open run
 
 
-class Writer:
-    """This job's part of a run with roles, on the rank that speaks for it."""
+def define_columns(run: Any, role: str | None) -> None:
+    """Define the columns of all roles, and hide their steps and the numbers of their rows.
 
-    def __init__(
-        self,
-        run: Any,
-        request: RunRequest,
-        log: Callable[[Mapping[str, Any]], int],
-        define: Callable[..., object],
-        next_step: Callable[[], int | None],
-    ) -> None:
-        """Define the columns of all roles, and tell that this one is running.
-
-        Args:
-            run: The open run.
-            request: The decorator's request for it.
-            log: Logs a row with these keys. Returns its number.
-            define: Defines a column, as the run's method: again when what is kept is sent with another wandb-core.
-            next_step: Returns the step of the role's next row; None for the owner.
-        """
-        # If the run's owner had ended it, it is running again since then.
-        self._opened_at = time.monotonic()
-        self._next_step = next_step
-        self._run, self._request, self._log = run, request, log
-        self._role, self._name = request.plan.role, name_of(request)
-        known = own_values(run.config).get(ROLES)
-        self._roles = [str(name) for name in known] if isinstance(known, list) else []
-        _define(define, [*self._roles, *filter(None, [self._role])])
-        self._told: Any = None  # the role's config in the last row that has it
-        self.tell("running", {})
-
-    def tell(self, state: str, more: Mapping[str, Any]) -> None:
-        """Log the state of the role, and its config if that has changed: another writer may replace that of the run."""
-        values = {"state": state, **more}
-        if (next_step := self._next_step()) is not None:
-            values["next_step"] = next_step
-        section = dict(self._run.config).get(self._role) if self._role is not None else None
-        if section and section != self._told:
-            self._told, values["config"] = section, json.dumps(section, default=str)
-        self._last_row = self._log({f"roles/{self._name}/{key}": value for key, value in values.items()})
-
-    def end(self, exit_code: int) -> None:
-        """Log the role's end, and pass what the configs of other writers have: W&B may keep the last one only."""
-        self.tell(status_of(exit_code), {"exit_code": exit_code})
-        found = None if self._run.offline else vendor.stored_run(Place.of(self._run), _ask_s(exit_code))
-        if found is not None:
-            current = dict(self._run.config)
-            others = {key: value for key, value in found.config.items() if not self._is_own(key, current)}
-            if others:
-                vendor.update_config(self._run, others)
-
-    def _is_own(self, key: str, current: Mapping[str, Any]) -> bool:
-        return key == self._role if self._role is not None else key in current and key not in self._roles
-
-    def after_end(self, exit_code: int) -> None:
-        """End the run again, if the owner had ended it before this role's last rows."""
-        if self._role is None or self._run.offline:
-            return
-        wait_s = 0.0 if exit_code in (INTERRUPTED, TERMINATED) else LATE_S
-        is_recent = time.monotonic() < self._opened_at + _OLD_S
-        # An answer from before the opening would not have the owner's end.
-        end_again(Place.of(self._run), self._role, _ask_s(exit_code), self._last_row if is_recent else None, wait_s)
-
-
-def _ask_s(exit_code: int) -> float:
-    return _END_ASK_S if exit_code == 0 else _SHORT_ASK_S
-
-
-def _define(define: Callable[..., object], roles: Sequence[str]) -> None:
-    """Define the columns of all roles, and hide their steps and the numbers of their rows."""
+    Args:
+        run: The open run, before its methods are guarded.
+        role: The role; None for the owner.
+    """
+    known, define = own_values(run.config).get(ROLES), run.define_metric
     define(outbox.column_of(None), hidden=True)
-    for role in dict.fromkeys(roles):
-        define(outbox.column_of(role), hidden=True)
-        define(_next_step_column(role), hidden=True)
-        define(f"{role}/step", hidden=True)
-        define(f"{role}/*", step_metric=f"{role}/step")
+    for name in dict.fromkeys([*(known if isinstance(known, list) else []), *filter(None, [role])]):
+        define(outbox.column_of(name), hidden=True)
+        define(f"{name}/step", hidden=True)
+        define(f"{name}/*", step_metric=f"{name}/step")
 
 
-def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
-    """Remove from the summary what roles have set: W&B gives it to an owner that resumes, which would send it again."""
-    if request.config.roles is None or not run.resumed:
-        return
-    keys = list(run.summary.keys())
-    names = {key.split("/")[1] for key in keys if key.startswith("roles/")} - {OWNER}
-    for key in keys:
-        if key.removeprefix("roles/").partition("/")[0] in names:
-            del run.summary[key]
-
-
-def end_again(
-    place: Place, role: str, ask_s: float = _END_ASK_S, last_row: int | None = None, wait_s: float = 0.0
-) -> None:
+def end_again(place: Place, role: str, last_row: int | None = None) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since.
 
     Args:
         place: The run.
         role: The role.
-        ask_s: How long a question may take.
         last_row: The number of the role's last row, if an answer that lacks it may be too old.
-        wait_s: How long to wait for an answer that has it.
     """
     try:
-        found, is_fresh = _fresh(place, role, ask_s, last_row, wait_s)
-        exit_code = threads.call_within(ask_s, _exit_code_of_owner, found)
-        if exit_code is None and not is_fresh:
-            raise TrackerUnavailableError(f"W&B does not show the last row of role {role!r} yet")
+        exit_code = _exit_code_of_owner(place, role, last_row)
         if exit_code is None:
             return
         with tempfile.TemporaryDirectory() as folder:
             limits = {"init_timeout": _END_AGAIN_S, "finish_timeout": _END_AGAIN_S}
             run = vendor.open_to_send(place, {}, folder, {**shared_settings(role, ends_run=True), **limits})
-            _define(
-                run.define_metric,
-                [name for name in (*own_values(found.config).get(ROLES, ()), role) if isinstance(name, str)],
-            )
             if exit_code == TERMINATED:
                 run.mark_preempting()
             run.finish(exit_code=exit_code)
@@ -289,57 +186,31 @@ def end_again(
         logger.warning(text, place.run_id, role, exc_info=True)
 
 
-def _fresh(place: Place, role: str, ask_s: float, last_row: int | None, wait_s: float) -> tuple[Stored, bool]:
-    """Return what W&B has of the run, and whether that is new enough. Asks again if it is not.
+def _exit_code_of_owner(place: Place, role: str, last_row: int | None) -> int | None:
+    """Return the exit code of a run whose owner has ended it, and that is shown as running; None for another run.
 
     Raises:
         TrackerUnavailableError: W&B does not say.
     """
-    reader, waits, deadline = vendor.Reader(place), pauses(), time.monotonic() + wait_s
+    reader, waits, deadline = vendor.Reader(place), pauses(), time.monotonic() + LATE_S
     while True:
-        found = reader.stored(ask_s)
+        found = reader.stored(_ASK_S)
         if found is None:
             raise TrackerUnavailableError("W&B does not say whether the run has ended")
         columns = outbox.column_of(role), f"roles/{role}/state"
-        if last_row is None or last_row in threads.call_within(ask_s, found.values, *columns):
-            return found, True
+        if last_row is None or last_row in threads.call_within(_ASK_S, found.values, *columns):
+            break
         if time.monotonic() > deadline:
-            return found, False
+            raise TrackerUnavailableError(f"W&B does not show the last row of role {role!r} yet")
         time.sleep(next(waits))
+    if found.state != "running":
+        return None
+    states, codes = (
+        threads.call_within(_ASK_S, found.values, f"roles/{OWNER}/{key}") for key in ("state", "exit_code")
+    )
+    return int(codes[-1]) if codes and states and states[-1] != "running" else None
 
 
 def shared_settings(role: str, *, ends_run: bool) -> dict[str, Any]:
     """Return the settings of a client that writes to a run with roles for a moment."""
     return {"x_label": role, "x_primary": False, "x_update_finish_state": ends_run}
-
-
-def _exit_code_of_owner(found: Stored) -> int | None:
-    """Return the exit code of a run whose owner has ended it, and that is shown as running; None for another run."""
-    if found.state != "running":
-        return None
-    states, codes = (found.values(f"roles/{OWNER}/{key}") for key in ("state", "exit_code"))
-    return int(codes[-1]) if codes and states and states[-1] != "running" else None
-
-
-def next_step(role: str, known: Stored | None, sent: Mapping[str, Any], timeout_s: float) -> int:
-    """Return the step of a role's next row.
-
-    Args:
-        role: The role.
-        known: What W&B has of the run. Its summary may be another writer's alone.
-        sent: The last values of rows that earlier attempts have left.
-        timeout_s: How long W&B may be asked, in seconds.
-    """
-    summary = {} if known is None else known.summary
-    columns = (f"{role}/step", 1), (_next_step_column(role), 0)
-    found = [(values.get(name), more) for values in (summary, sent) for name, more in columns]
-    steps = [value + more for value, more in found if isinstance(value, (int, float)) and math.isfinite(value)]
-    with suppress(Exception):  # W&B does not say
-        for column, more in columns if known is not None and not steps else ():
-            assert known is not None
-            steps += [more + value for value in threads.call_within(timeout_s, known.values, column)]
-    return int(max(steps, default=0))
-
-
-def _next_step_column(role: str) -> str:
-    return f"roles/{role}/next_step"

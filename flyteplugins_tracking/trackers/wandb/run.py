@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import ClientHandle, run_config, warn_of_changes
+from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
@@ -50,7 +50,7 @@ _FIRST_VIEWER = [0, 28]
 _POLL_S = 0.01
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
-# The most characters of a config's JSON that are passed to each task that a task calls.
+# The most characters of a config's JSON that are passed to each task that a task calls: of a longer one, none are.
 _MAX_CONFIG = 16_384
 
 
@@ -84,27 +84,21 @@ class WandbHandle(ClientHandle):
         super().__init__(request, "W&B", None, Gate("W&B", run.id, deaths=deaths, on_death=self._on_death), barrier)
         self.run, self.id = run, run.id
         self._outbox = outbox.of(run)
-        self._before = None if before is run else before
+        kind: Any = type(run)
+        self._before, self.kind = before, kind
         self.pid = os.getpid()
-        holder = vars(run).get(HANDLE)
-        # `wandb.init` may return a run that another function has open. That function ends it.
-        self._is_ours, self.kind = holder is None, type(run) if holder is None else holder.kind
         self._timed_out = False  # whether W&B may lack rows after the run's end
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._has_left = False  # whether W&B is to get more
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
-        # The keys of the config that this attempt has not set yet, and an earlier one has.
-        self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
-        self._of_earlier -= set(vendor.locked_keys(run))
         self._placement = Placement(run, self.kind, request, self.warn_once)
         self._agent = SweepAgent()
-        if self._is_ours:
-            self._take_over()
-
-    @property
-    def was_told_to_end(self) -> bool:
-        """Whether the function has called `finish()`, which ends nothing."""
-        return self._told_status is not None
+        vars(run)[HANDLE] = self
+        run.__class__ = _guarded(kind)
+        guard_values(run)
+        vendor.set_global_run(run)
+        if self.files is not None and run.offline:
+            vendor.replace_sync_command(run, lambda: self._command)
 
     @property
     def files(self) -> str | None:
@@ -150,10 +144,7 @@ class WandbHandle(ClientHandle):
 
     def finish(self, exit_code: int) -> None:
         try:
-            if self._is_ours:
-                super().finish(exit_code)
-            elif self._barrier is not None:
-                self._barrier.leave()
+            super().finish(exit_code)
         finally:
             self._let_go()
 
@@ -173,8 +164,7 @@ class WandbHandle(ClientHandle):
         return self.request.plan.ends_run and not self._agent.has_stopped_trial()
 
     def end_early(self, exit_code: int) -> None:
-        if self._is_ours:
-            self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
+        self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
 
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
@@ -193,11 +183,7 @@ class WandbHandle(ClientHandle):
         return name
 
     def _make_row(self, data: Any) -> Any:
-        # For another type, W&B says why.
-        if self._summary and isinstance(data, dict) and (replaced := self._summary.keys() & data.keys()):
-            self._outbox.forget(replaced)
-            self._summary = {key: value for key, value in self._summary.items() if key not in replaced}
-        return data
+        return data  # of another type than a mapping, W&B says why
 
     def write(self, row: Any, step: Any, **kwargs: Any) -> None:
         with self._outbox.order:  # between a row's step and W&B's taking it, no other thread's row comes
@@ -211,57 +197,38 @@ class WandbHandle(ClientHandle):
     def _write_late(self, *row: Any) -> None:
         self._keep(lambda: self._write(*row))
 
-    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call another one of the run's methods. If the run has ended, keep what can be kept."""
+    def use(self, method: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        """Call another one of the run's methods, or use a property. If the run has ended, use `late`, or keep it."""
         if os.getpid() != self.pid:
             return method(self.run, *args, **kwargs)
         self.request.sigterm.before_row()
         self._placement.has_definitions |= method.__name__ == "define_metric"
 
-        def call() -> Any:
-            return method(self.run, *args, **kwargs)
-
-        return self._gate.call(call, lambda: self._keep(call, f"{method.__name__}()"))
-
-    def change(
-        self, accessor: Callable[..., Any], *args: Any, late: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> Any:
-        """Use a property or callback that can change the run. If the run has ended, use `late`, or keep the change."""
-        if os.getpid() != self.pid:
-            return accessor(self.run, *args, **kwargs)
-
-        def call(used: Callable[..., Any] = accessor) -> Any:
+        def call(used: Callable[..., Any] = method) -> Any:
             return used(self.run, *args, **kwargs)
 
-        return self._gate.call(call, lambda: self._keep(lambda: call(late or accessor), "A change"))
+        return self._gate.call(call, lambda: self._keep(lambda: call(late or method), f"{method.__name__}()"))
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the config that changes it."""
+        """Call a method of the config that changes it. A later attempt may change what an earlier one has set."""
 
         def change(run: Any, *given: Any, **named: Any) -> Any:
-            if self._of_earlier and method.__name__ in _SETTING and named.get("allow_val_change") is not False:
-                self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
+            if getattr(run, "resumed", False) and method.__name__ == "update" and len(given) == 1:
+                named = {"allow_val_change": True, **named}
+            elif getattr(run, "resumed", False) and method.__name__ in _SETTING and len(given) == 2:
+                return vendor.update_config(run, dict([given]))
             return method(run.config, *given, **named)
 
-        return self.change(change, *args, **kwargs)
-
-    def _change_of_earlier(self, run: Any, changes_now: Mapping[str, Any]) -> None:
-        """Change what earlier attempts have set, which W&B refuses as it refuses two values of one attempt."""
-        keys = [key for key in changes_now if key in self._of_earlier]
-        before = {key: run.config[key] for key in keys}
-        self._of_earlier.difference_update(keys)
-        if keys:
-            vendor.update_config(run, {key: changes_now[key] for key in keys})
-            warn_of_changes("W&B", self.id, before, {key: run.config[key] for key in keys})
+        return self.use(change, *args, **kwargs)
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the summary."""
         if method.__name__ in _SETTING:
-            self._summary.update(vendor.config_changes(method.__name__, *args, **kwargs))
+            self._summary.update((args[0] if args else kwargs["d"]) if method.__name__ == "update" else [args])
         elif method.__name__ in ("__delitem__", "__delattr__"):
             self._summary.pop(args[0], None)
         is_change = method.__name__ in (*_SETTING, "__delitem__", "__delattr__")
-        result = self.change(
+        result = self.use(
             lambda run, *given, **named: method(run.summary, *given, **named),
             *args,
             late=None if is_change else lambda _, key=None, default=None: self._summary.get(key, default),
@@ -269,19 +236,11 @@ class WandbHandle(ClientHandle):
         )
         return tuple(self._summary) if result is None and method.__name__ == "keys" else result
 
-    def _take_over(self) -> None:
-        vars(self.run)[HANDLE] = self
-        guard(self.run, self.is_shared)
-        vendor.set_global_run(self.run)
-        if self.files is not None and self.run.offline:
-            vendor.replace_sync_command(self.run, lambda: self._command)
-
     def _let_go(self) -> None:
-        if self._is_ours:
-            del vars(self.run)[HANDLE]
-            self.run.__class__ = self.kind
-            if not self.is_disabled:  # W&B's own raises, in the thread or task that logs on
-                vars(self.run)["log"] = lambda *_, **__: self._gate.warn(NOT_OPEN)
+        del vars(self.run)[HANDLE]
+        self.run.__class__ = self.kind
+        if not self.is_disabled:  # W&B's own raises, in the thread or task that logs on
+            vars(self.run)["log"] = lambda *_, **__: self._gate.warn(NOT_OPEN)
         before = self._before
         if before is not None and (HANDLE in vars(before) or not vendor.is_finished(before)):
             vendor.set_global_run(before)
@@ -297,9 +256,13 @@ class WandbHandle(ClientHandle):
             vendor.set_global_run(self.run)
 
     def _end(self, exit_code: int) -> None:
+        self._before_end(exit_code)
+        super()._end(exit_code)
+
+    def _before_end(self, exit_code: int) -> None:  # noqa: ARG002 those with several writers need it
+        """Log what is told at the end of a run."""
         if self._next_row.waiting:  # in the summary: a row of its own would take a step
             vendor.update_summary(self.run, self._next_row.take())
-        super()._end(exit_code)
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
@@ -350,9 +313,7 @@ class WandbHandle(ClientHandle):
             if self._ended_with is None:
                 self._ended_with = exit_code or self._told_status or 0
             with self._outbox.alone(self.run):
-                self._before_send(self._ended_with)
-                if self._next_row.waiting:
-                    vendor.update_summary(self.run, self._next_row.take())
+                self._before_end(self._ended_with)
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
@@ -360,9 +321,6 @@ class WandbHandle(ClientHandle):
         if self._timed_out:
             text = "W&B: run %s: what it has logged since it ended is not sent. To send the rest, run: %s"
             logger.warning(text, self.id, self._command)
-
-    def _before_send(self, exit_code: int) -> None:
-        """Keep what is told at the end of a run."""
 
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
@@ -410,16 +368,7 @@ class WandbHandle(ClientHandle):
     @property
     def _command(self) -> str:
         """The command that sends what W&B lacks; if ranks share the run, of all of them on this disk."""
-        if outbox.label_of(self.request) is not None:
-            return how_to_send(outbox.directory_to_send(self.request, self.run))
-        return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
-
-
-def guard(run: Any, is_shared: bool) -> None:
-    """Route the calls of the run's methods through its handle, `vars(run)[HANDLE]`."""
-    kind: Any = type(run)
-    run.__class__ = _guarded(kind, is_shared)
-    guard_values(run)
+        return how_to_send(outbox.directory_to_send(self.request, self.run))
 
 
 def guard_values(run: Any) -> None:
@@ -438,19 +387,16 @@ def _new(kind: Any) -> Any:
 
 
 @functools.cache
-def _guarded(kind: Any, is_shared: bool) -> Any:
+def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
-    row_method = vendor.row_method(kind) if is_shared else None
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard_log(kind.log)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)
         if isinstance(member, property):
-            getter, setter = (accessor and _guard(accessor, "change") for accessor in (member.fget, member.fset))
+            getter, setter = (accessor and _guard(accessor, "use") for accessor in (member.fget, member.fset))
             members[name] = property(getter, setter, doc=member.__doc__)
-    if row_method is not None:
-        members[row_method.__name__] = _guard(row_method, "log_part")
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     return _subclass(kind, members)
 
@@ -515,19 +461,7 @@ def passed_on(run: Any) -> Mapping[str, Any] | None:
     place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}
     if run.offline:
         return {**place, "mode": "offline"}
-    return {**place, HOST: without_credentials(str(run.settings.base_url)), "config": _passed_on_config(run)}
-
-
-def _passed_on_config(run: Any) -> dict[str, Any] | None:
-    """The run's config, for a task in another process; None if it is too long to be passed to each task."""
     # JSON has no numbers for NaN and infinities: they become text.
     text = json.dumps(dict(run.config), default=str)
-    config: dict[str, Any] = json.loads(text, parse_constant=str)
-    if len(text) <= _MAX_CONFIG:
-        return config
-    logger.warning(
-        "W&B: the config of run %s has more than %d characters: tasks in other processes do not get it",
-        run.id,
-        _MAX_CONFIG,
-    )
-    return None
+    config = json.loads(text, parse_constant=str) if len(text) <= _MAX_CONFIG else None
+    return {**place, HOST: without_credentials(str(run.settings.base_url)), "config": config}

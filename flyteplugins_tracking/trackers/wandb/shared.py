@@ -10,16 +10,19 @@ All writers have one step counter, which W&B counts. So here, `log(step=)` sets 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import roles, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 
@@ -39,37 +42,37 @@ class SharedHandle(WandbHandle):
         """
         role = request.plan.role
         step_metric = request.config.step_metric if role is None else f"{role}/step"
-        next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
         self.prefix = prefix_of(request)
-        self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
-        self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
+        self._rows = RowBuffer(step_metric, self.prefix, self._define_step, None if role is None else 0)
+        # Whether the run has roles, and this rank speaks for its job.
+        self._speaks = request.config.has_roles and request.plan.primary and not run.disabled
+        self._last_row = 0
+        if self._speaks:
+            roles.define_columns(run, role)
         super().__init__(run, before, request, barrier)
         self._show_primarys_config()
         self._show_own_config()
-        if request.config.has_roles and request.plan.primary and self.files is not None:
-            self._writer = roles.Writer(self.run, request, self._log_own, self.define, lambda: self._rows.next_step)
+        if self._speaks:
+            section = dict(self.run.config).get(role)  # another writer may replace that of the run
+            self._tell("running", **({"config": json.dumps(section, default=str)} if section else {}))
 
     # Rows
 
     def log(self, data: Any, step: Any = None, **kwargs: Any) -> None:
         self._rows.log(self._log_row, data, step, **kwargs)
 
-    def log_part(self, method: Callable[..., Any], data: Any, step: Any = None, commit: bool | None = None) -> None:
-        """Keep what `watch` adds to the next row for the row that the function logs next."""
-        if commit is False:
-            self._rows.log(self._log_row, data, commit=False)
-        else:
-            method(self.run, data, step, commit)
-
     def _log_row(self, row: dict[str, Any]) -> Any:
         super().log(self._numbered(row))
 
-    def _log_own(self, row: Mapping[str, Any]) -> int:
-        """Log a row of this library's, also while the run ends. Returns its number."""
+    def _tell(self, state: str, **more: Any) -> None:
+        """Log the state of this job in a run with roles, also while the run ends."""
+        if not self._speaks:
+            return
         waiting = self._next_row.take() if self.request.plan.role else {}
-        row = self._numbered({**waiting, **row})
+        own = {f"roles/{roles.name_of(self.request)}/{key}": value for key, value in {"state": state, **more}.items()}
+        row = self._numbered({**waiting, **own})
         self.kind.log(self.run, row, None, True)
-        return int(row[str(self._outbox.column)])
+        self._last_row = int(row[str(self._outbox.column)])
 
     def _numbered(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with its number, if this run's rows have numbers."""
@@ -94,17 +97,10 @@ class SharedHandle(WandbHandle):
             names = {**dict(zip(("name", "step_metric"), args, strict=False)), **kwargs}
             named = {key: self.prefixed(names.pop(key)) for key in ("name", "step_metric") if key in names}
             return super().use(method, *[*named.values(), *args[2:]], **names)
-        return super().use(method, *args, **kwargs)
-
-    def define(self, *args: Any, **kwargs: Any) -> None:
-        """Define columns by their names in the run."""
-        super().use(self.kind.define_metric, *args, **kwargs)
-
-    def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if accessor.__name__ != "step":
-            return super().change(accessor, *args, **kwargs)
+        if method.__name__ != "step":
+            return super().use(method, *args, **kwargs)
         try:
-            step = super().change(accessor)
+            step = super().use(method)
         except Exception:  # W&B's shared mode has none
             step = None
         return self._rows.logged if step is None else step
@@ -113,12 +109,9 @@ class SharedHandle(WandbHandle):
         if self.request.plan.role is None:
             return super().change_summary(method, *args, **kwargs)
         if method.__name__ == "keys":
-            return list(dict.fromkeys(key.removeprefix(self.prefix) for key in super().change_summary(method)))
+            keys = super().change_summary(method)
+            return [key.removeprefix(self.prefix) for key in keys if key.startswith(self.prefix)]
         name, *values = args or (kwargs.pop("key", None),)
-        if method.__name__ in ("__getitem__", "get"):  # what this role has set, and else what is in the run's summary
-            own, kind = self.prefixed(name), type(self.run.summary)
-            is_own = own in super().change_summary(getattr(kind, "__wrapped__", kind).keys)
-            return super().change_summary(method, own if is_own else name, *values, **kwargs)
         return super().change_summary(method, self.prefixed(name), *values, **kwargs)
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +125,7 @@ class SharedHandle(WandbHandle):
         if request.plan.role is not None and not is_wandbs:
             section = dict(self.run.config).get(request.plan.role, {})
             section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
-            self.change(vendor.update_config, {request.plan.role: section})
+            super().use(vendor.update_config, {request.plan.role: section})
             return self._show_own_config()
         if request.plan.primary or is_wandbs:
             return super().change_config(method, *args, **kwargs)
@@ -180,13 +173,13 @@ class SharedHandle(WandbHandle):
         self._rows.commit(self._log_row)
         super().await_writers(exit_code)
 
-    def _end(self, exit_code: int) -> None:
-        if self._writer is not None:
-            self._writer.end(exit_code)
-        super()._end(exit_code)
-        if self._writer is not None and not self._timed_out:
-            self._writer.after_end(exit_code)
+    def _before_end(self, exit_code: int) -> None:
+        self._tell(status_of(exit_code), exit_code=exit_code)
+        super()._before_end(exit_code)
 
-    def _before_send(self, exit_code: int) -> None:
-        if self._writer is not None:
-            self._writer.tell(status_of(exit_code), {"exit_code": exit_code})
+    def _end(self, exit_code: int) -> None:
+        super()._end(exit_code)
+        role = self.request.plan.role
+        if role is not None and self._speaks and not (self._timed_out or self.run.offline):
+            is_short = exit_code in (INTERRUPTED, TERMINATED)
+            roles.end_again(Place.of(self.run), role, None if is_short else self._last_row)

@@ -45,7 +45,6 @@ opening = register(OwnLock())
 _LAST_RECORDS_S = 1.0
 # How long wandb-core may take to end once it was asked to, before it is asked again; and then, before it is killed.
 _ENDING_S = (5.0, 30.0)
-_NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
 PARTS = VendorParts("W&B", "wandb", "wandb==0.31.0")
 _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at the run's end"
 # How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
@@ -172,7 +171,7 @@ def known_variables() -> dict[str, str]:
 def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> bool:
     """Stop wandb-core, unless a run is open in it. The next run starts another. Unsent rows are in the local files.
 
-    Without it, a run that continues offline gets another id.
+    Without it, and beside a run that is open, a run cannot continue offline: wandb-core has its id.
 
     Args:
         limit_s: Seconds that it may take to write the files of runs that have ended, and to send what it can.
@@ -182,7 +181,7 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
         Whether this process has no wandb-core any more.
     """
     current = session()
-    with _optional("wandb-core cannot be restarted, and a run that continues offline gets another id"):
+    with _optional("wandb-core cannot be restarted, and a run cannot continue offline in an outage"):
         connection = current._connection
         if connection is not None:
             if connection._proc is None:
@@ -533,14 +532,6 @@ def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Ca
         raise errors[0]
 
 
-def row_method(kind: Any) -> Callable[..., Any] | None:
-    """The method through which `run.watch` adds values to the next row. Without it, they may get into another's row."""
-    with _optional("what run.watch records may be in the row of another rank"):
-        method: Callable[..., Any] = kind._log
-        return method
-    return None
-
-
 def status_of_end(method: str, *args: Any, **kwargs: Any) -> int:
     """Return the status that a call of one of `ENDINGS` gives a run: by default 0."""
     given = args[0] if args else kwargs.get("exit_code")
@@ -601,22 +592,6 @@ def replace_sync_command(run: Any, command: Callable[[], str]) -> None:
         run._printer.display = display
 
 
-def config_changes(method: str, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-    """Return the values by key that a call of a method of a run's config sets, which raises if it cannot say."""
-    if method != "update":
-        key, value = [*args, *kwargs.values()]
-        return {key: value}
-    from wandb.sdk import wandb_helper
-
-    values = args[0] if args else kwargs["d"]
-    return {str(key).strip("-"): value for key, value in wandb_helper.parse_config(values).items()}
-
-
-def locked_keys(run: Any) -> Collection[str]:
-    """Return the keys of a run's config that a sweep has set, and that W&B never changes."""
-    return tuple(getattr(run.config, "_locked", ()))
-
-
 def set_config(run: Any, config: Any) -> None:
     """Set the values in `run.config` without sending them. Without it, `run.config` lacks them on this rank."""
     with _optional("run.config lacks the values of another writer"):
@@ -673,14 +648,6 @@ def forward_summary(run: Any, update: Iterable[Any], remove: Iterable[Any] = ())
     record.summary.remove.extend(remove)
     if record.summary.ByteSize():
         forward(run, record.SerializeToString())
-
-
-def removal_of(keys: Iterable[str]) -> bytes:
-    """Return the serialized record that removes keys from a run's summary."""
-    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
-    for key in keys:
-        record.summary.remove.add().key = key
-    return bytes(record.SerializeToString())
 
 
 def leave_console_alone() -> str:
@@ -1024,21 +991,18 @@ def set_required(settings: Any, **values: Any) -> None:
             setattr(settings, name, value)
 
 
-def on_stop_request(settings: Any, effective: Any, function: Callable[[], object], *, has_others: bool) -> None:
+def on_stop_request(settings: Any, effective: Any, function: Callable[[], object]) -> None:
     """Call `function` when somebody has pressed the run's Stop button, or wandb-core has given up sending.
 
-    The user's own `stop_fn` takes precedence. Without it, wandb interrupts the rank that has the run, and no other.
+    The user's own `stop_fn` takes precedence. Without it, before 0.26, wandb interrupts the rank that has the run, and
+    no other.
 
     Args:
         settings: Those of the run.
         effective: They, over those of the session.
         function: The function.
-        has_others: Whether the job has other ranks, which are not interrupted without it.
     """
-    if not has_setting("stop_fn"):
-        if has_others:
-            PARTS.lose(_NO_STOP_BUTTON, "no setting stop_fn")
-    elif settings.stop_fn is None:
+    if has_setting("stop_fn") and settings.stop_fn is None:
         settings.stop_fn = function
         set_default(settings, effective, "stop_on_fatal_error", True)  # since 0.27
 
@@ -1060,17 +1024,3 @@ def has_credentials(host: str) -> bool:
             return bool(importlib.import_module("wandb").api.api_key)
         return auth.authenticate_session(host=host, source="tracking_init", prompt=False) is not None
     return True
-
-
-def default_server(otherwise: str) -> str:
-    """The server that the installed wandb uses by default, which has changed. Reads the file: an import has effects.
-
-    Without it, `otherwise`.
-    """
-    spec = find_spec("wandb")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        with contextlib.suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
-            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
-            if match:
-                return match[1]
-    return otherwise
