@@ -87,7 +87,7 @@ def request_of() -> Any:
         step_metric="global_step", finish_timeout_s=20, finish_limit="", run_mode="auto", roles=None
     )
     plan = RunPlan(opens=True, primary=True)
-    return SimpleNamespace(config=config, sigterm=NoSigterm(), plan=plan, restart_count=1, info=None)
+    return SimpleNamespace(config=config, sigterm=NoSigterm(), plan=plan, restart_count=1, info=None, deadline=0)
 
 
 def handle_of(run) -> WandbHandle:
