@@ -139,7 +139,7 @@ class Verdict:
 
     Attributes:
         cause: The first failure.
-        others: The number of other ranks that have failed.
+        others: The number of other ranks that have failed, and not because the first one has.
     """
 
     cause: Failure

@@ -264,7 +264,9 @@ class FailureReader:
             time.sleep(_GRACE_POLL_S)
         # A scheduler's SIGTERM ends other ranks too, and may cut off a collective of this one.
         is_preempted = terminated_at is not None and all(failure.rank == self._info.rank for failure in failures)
-        return None if cause is None or (cause.is_secondary and is_preempted) else Verdict(cause, len(failures) - 1)
+        if cause is None or (cause.is_secondary and is_preempted):
+            return None
+        return Verdict(cause, sum(not failure.is_secondary for failure in failures if failure is not cause))
 
     def _announced(self, limit_s: float = _READ_S) -> list[Failure]:
         try:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank import children
@@ -30,7 +31,13 @@ from flyteplugins_tracking._util.signals import HandlersPutOff, critical_section
 from flyteplugins_tracking._util.text import causes
 from flyteplugins_tracking._util.threads import wait_until
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
-from flyteplugins_tracking.trackers.registry import BUILT_IN, join_clients_calls, open_waiting, waiting
+from flyteplugins_tracking.trackers.registry import (
+    BUILT_IN,
+    find_tracker,
+    join_clients_calls,
+    open_waiting,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking._runs.sigterm import Sigterm
     from flyteplugins_tracking._runs.stopping import Stopping
+    from flyteplugins_tracking.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -230,29 +238,37 @@ class Call(PerProcess):
         if is_off:
             self._keep_clients_idle(is_off)
         elif self.opens_later and name in BUILT_IN:
-            waiting.openers[name] = self._open_for_script
-            self._around.callback(waiting.openers.pop, name, None)
-            self._around.callback(when_loaded(name, lambda: join_clients_calls(name, config)))
+            self._wait_for_script()
         else:
             self._open_planned(parent_id)
 
+    def _wait_for_script(self) -> None:
+        """Have the script's first call of a client open the run: of any, if the command names no tracker."""
+        config = self.asked.config
+        self._around.callback(waiting.openers.clear)
+        for name in BUILT_IN if "tracker" not in config.given else (self.asked.tracker.name,):
+            tracker = find_tracker(name)
+            if set(tracker.arguments).issuperset(config.options):
+                waiting.openers[name] = partial(self._open_for_script, tracker)
+                self._around.callback(when_loaded(name, partial(join_clients_calls, name, config)))
+
     @critical_section(_PATIENCE_S)
-    def _open_for_script(self, arguments: Mapping[str, Any]) -> None:
+    def _open_for_script(self, tracker: Tracker, arguments: Mapping[str, Any]) -> None:
         """Open the run of a script that itself asks for one, or have its clients idle if another rank has the run."""
         asked, config, info = self.asked, self.asked.config, self.who.info
         if config.run_mode != "auto" or config.run_file is not None:  # the ranks have one id, or the file has it
             arguments = {name: value for name, value in arguments.items() if name != "id"}
         try:
             with HandlersPutOff():
-                config = config.with_defaults(arguments)
+                config = config.with_defaults({**arguments, "tracker": tracker.name})
                 if info is not None and config.run_mode == "auto" and "primary_rank" not in config.given:
                     from flyteplugins_tracking._job.board import rank_that_opens
 
-                    rank = rank_that_opens(info, os.environ, config.rank_scope, asked.tracker.name)
+                    rank = rank_that_opens(info, os.environ, config.rank_scope, tracker.name)
                     # Where all ranks call it, rank 0 is the one that logs: it has a run of its own if it comes late.
                     is_late = position(info, config.rank_scope) == 0 and rank != 0
                     config = replace(config, run_mode="new") if is_late else replace(config, primary_rank=rank)
-                self.asked = replace(asked, config=config.in_world(info))
+                self.asked = replace(asked, tracker=tracker, config=config.in_world(info))
                 self._open_planned(None)
                 self._stop_watching(None)  # it has begun without the run
                 self._use_run()
@@ -288,8 +304,6 @@ class Call(PerProcess):
         """Have the clients that the function's code may use open no run, on a rank without one."""
         trackers = [self.asked.tracker]
         if is_off:
-            from flyteplugins_tracking.trackers.registry import find_tracker
-
             trackers += (other for other in map(find_tracker, BUILT_IN) if other is not self.asked.tracker)
         for tracker in trackers:
             # Without a job, no tracker waits for the run of the primary, which has none either.

@@ -57,7 +57,7 @@ def open_waiting(tracker: str, arguments: Mapping[str, Any]) -> bool:
         opener = waiting.openers.get(tracker)
         if opener is not None:
             opener(arguments)
-            del waiting.openers[tracker]
+            waiting.openers.clear()
         return opener is not None
 
 

@@ -398,7 +398,7 @@ def test_each_client_opens_the_run_where_the_script_does(tmp_path, tracker):
     (tmp_path / "script.py").write_text("\n".join([*lines, "    for x in range(3): log({'rank': x})", ""]))
     launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     with BACKENDS[tracker](tmp_path) as backend:
-        done = jobs.run([*launcher, *UNDER, "--tracker", tracker, "script.py"], tmp_path, backend.environment())
+        done = jobs.run([*launcher, *UNDER, "script.py"], tmp_path, backend.environment())
         assert done.returncode == 0, done.output
         assert "opens no other run after the end of one" not in done.output
         (run,) = backend.runs("theirs")
