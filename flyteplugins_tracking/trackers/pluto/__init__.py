@@ -145,7 +145,8 @@ def _app(config: TrackingConfig) -> str:
     settings = config.options.get("settings") or {}
     if settings.get("host"):
         return f"http://{settings['host']}:3000"
-    return str(settings.get("url_app") or _variable("URL_APP") or _APP).rstrip("/")
+    variable = os.environ.get("PLUTO_URL_APP") or os.environ.get("MLOP_URL_APP")
+    return str(settings.get("url_app") or variable or _APP).rstrip("/")
 
 
 def _variable(name: str) -> str | None:
