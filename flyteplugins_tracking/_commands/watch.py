@@ -288,8 +288,10 @@ def _require_directories(paths: Sequence[Path]) -> None:
 
 
 def _is_described(directory: Path) -> bool:
-    """Whether W&B's client has written which run it is, and there is a row. Its first rows are in a journal before."""
-    return datastore.description(directory) is not None and wandb_files.Attempt.at(directory).first is not None
+    """Whether W&B's client has written which run it is, and a row. A journal may be long, and is not read for that."""
+    if datastore.description(directory) is None:
+        return False
+    return datastore.contents_of(directory, is_whole=False).first is not None
 
 
 def _name_of(directory: Path) -> str:

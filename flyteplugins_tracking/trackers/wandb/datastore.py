@@ -82,9 +82,11 @@ class Contents:
 
     def read(self, *, is_whole: bool) -> Contents:
         """Read what is new; or its head, with the description and the first row."""
+        if self._has_head and not is_whole:  # another thread may be reading the whole file, which takes long
+            return self
         with self._reading.lock:
             size = 0 if self.file is None else self.file.stat().st_size
-            if self.file is None or size == self._size or (self._has_head and not is_whole):
+            if self.file is None or size == self._size:
                 return self
             for end, data in records_from(self.file, self.end):
                 self._take(*vendor.parse_record(data))
