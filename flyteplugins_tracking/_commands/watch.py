@@ -264,7 +264,8 @@ def watch(paths: Sequence[Path], interval_s: float, killed_s: float, *, until_do
     for path in paths:
         require_unwatched(path)
     watcher = Watcher(paths, killed_s)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends at once, wherever it waits, as at a SIGTERM: nothing is lost
+    for number in (signal.SIGTERM, signal.SIGINT):  # it ends at once, wherever it waits: the next one sends the rest
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     exit_code = 1
     try:
         while True:

@@ -21,7 +21,7 @@ class DistributedInfo(Record):
         num_workers: Workers in the job. None if the launcher does not set it.
         restart_count: Restarts so far, as counted by this worker's agent. An agent that joined later has a lower count.
         launcher: The launcher whose variables were read: "ray" (Ray Train), "torchelastic", "env" (RANK, WORLD_SIZE and
-            LOCAL_RANK), "lightning", "horovod", "jsrun", "openmpi", "mpich", "pals", "slurm", "process_group", "jax",
+            LOCAL_RANK), "lightning", "horovod", "openmpi", "mpich", "pals", "slurm", "process_group", "jax",
             "kubeflow", "konduktor", "skypilot", "flux", "env_rank" (RANK and WORLD_SIZE alone),
             "simulated" (`flyteplugins_tracking.testing`) or "override". For a worker of another pool that has become a
             rank, the pool: "dask", "spark", "mpi4py.futures", "loky" or "concurrent.futures".

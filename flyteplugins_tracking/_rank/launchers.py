@@ -295,15 +295,6 @@ _TABLE = (
         num_workers="HOROVOD_CROSS_SIZE",
         has_one_process_per_job=True,
     ),
-    # In a job of LSF. Before Open MPI, whose variables it sets too.
-    # https://lightning.ai/docs/pytorch/stable/api/pytorch_lightning.plugins.environments.LSFEnvironment.html
-    Launcher(
-        "jsrun",
-        rank="JSM_NAMESPACE_RANK",
-        world_size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        job_id="LSB_JOBID",
-    ),
     # The MPIs, which may run inside Slurm. OMPI_COMM_WORLD_NODE_RANK is *not* the node: it is the rank on the node,
     # over all jobs. https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     Launcher(

@@ -71,6 +71,20 @@ def assert_each_row_once(run: RecordedRun, counts: Sequence[int]) -> None:
     assert run.rows_overwritten == 0
 
 
+@pytest.mark.full
+def test_the_directory_of_the_last_offline_attempt_is_sent_with_the_earlier_ones(tmp_path):
+    """The last lines of an attempt name its own directory."""
+    with WandbServer() as server:
+        for number, how in enumerate(["offline raise", "offline kill", "offline"]):
+            log_attempt(tmp_path, number, how, server)
+        last = sorted((tmp_path / "wandb").glob("offline-run-*"))[0]  # its local time is that of another zone
+        done = jobs.run([*COMMAND[:-1], last], tmp_path, server.environment)
+        assert done.returncode == 0, done.output
+        assert_each_row_once(server.run("run"), [4, 4, 4])
+        assert [row["attempt"] for row in server.run("run").rows] == [0] * 4 + [1] * 4 + [2] * 4
+        assert server.run("run").state == "finished"
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.sampled_full(2)
 @pytest.mark.parametrize("order", ORDERS)

@@ -18,7 +18,7 @@ import pytest
 from support.jobs import PACKAGE, TIME_SCALE
 from support.loopback import Fault
 from support.wandb_server import WandbServer
-from test_topology import FLUX, JSRUN, OPENMPI, PALS, SLURM, TORCHRUN
+from test_topology import FLUX, OPENMPI, PALS, SLURM, TORCHRUN
 
 from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking import __main__ as commands
@@ -92,7 +92,6 @@ LAUNCHERS: dict[str, dict[str, str]] = {
     "lightning": {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "NODE_RANK": "0"},
     "horovod": {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2"},
     "mpich": {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-    "jsrun": {**JSRUN, "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_LOCAL_RANK": "0"},
     "pals": {**PALS, "PMI_RANK": "0", "PMI_LOCAL_RANK": "0"},
     "kubeflow": {"RANK": "0", "WORLD_SIZE": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
     "env_rank": {"RANK": "0", "WORLD_SIZE": "2"},

@@ -18,7 +18,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 # Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
-NAMELESS = ("env", "jsrun", "mpich", "pals", "horovod", "kubeflow", "env_rank", "process_group", "jax")
+NAMELESS = ("env", "mpich", "pals", "horovod", "kubeflow", "env_rank", "process_group", "jax")
 TWO_NODES = DistributedInfo(rank=1, world_size=4, local_rank=1, local_world_size=2, launcher="env")
 
 

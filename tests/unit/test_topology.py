@@ -55,7 +55,6 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",
     "PMIX_NAMESPACE": "ns",
 }
-JSRUN = {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1", "LSB_JOBID": "7"}
 PALS = {"PBS_JOBID": "7.s", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 PAI_DLC = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8", "MASTER_ADDR": "x", "MASTER_PORT": "23456"}
@@ -110,10 +109,6 @@ RANKS = {
     "Open MPI on one node": (
         {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
         DistributedInfo(3, 4, 3, 4, 0, 1, 0, "openmpi", "ns"),
-    ),
-    "jsrun, which sets Open MPI's variables too": (
-        {**JSRUN, **OPENMPI},
-        DistributedInfo(3, 4, 1, None, None, None, 0, "jsrun", "7"),
     ),
     "mpiexec of PALS": (PALS, DistributedInfo(3, 4, 1, 2, launcher="pals")),
     "a task of Flux inside PALS": (

@@ -200,6 +200,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
         with _failing_completely(request, directory, place.run_id):
             run = vendor.init(**arguments)
+        vendor.tolerate_outages()
         outbox.open_outbox(request, run, found=found)
         send_earlier(request, run)
         return run

@@ -215,7 +215,7 @@ class WandbHandle(ClientHandle):
         def change(run: Any, *given: Any, **named: Any) -> Any:
             if getattr(run, "resumed", False) and method.__name__ == "update" and len(given) == 1:
                 named = {"allow_val_change": True, **named}
-            elif getattr(run, "resumed", False) and method.__name__ in _SETTING and len(given) == 2:
+            elif getattr(run, "resumed", False) and method.__name__ in ("__setitem__", "__setattr__"):
                 return vendor.update_config(run, dict([given]))
             return method(run.config, *given, **named)
 
@@ -391,6 +391,8 @@ def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard_log(kind.log)
+    if hasattr(kind, "_log"):  # by which `run.watch` adds values to the next row
+        members["_log"] = _guard_watch(kind._log)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)
@@ -450,6 +452,17 @@ def _guard_log(log: Callable[..., Any]) -> Any:
             log(run, handle.prefixed(data), step, commit, **kwargs)
         else:
             handle.log(data, step, commit=commit, **kwargs)
+
+    return guarded
+
+
+def _guard_watch(log: Callable[..., Any]) -> Any:
+    """Have what `run.watch` adds to a row get the prefix of the function's keys."""
+
+    @functools.wraps(log)
+    def guarded(run: Any, data: Any, step: Any = None, commit: Any = None) -> None:
+        handle = vars(run).get(HANDLE)
+        log(run, handle.prefixed(data) if handle is not None and commit is False else data, step, commit)
 
     return guarded
 

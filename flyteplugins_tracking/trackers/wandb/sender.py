@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ _OF_PRIMARY = ("environment", "preempting", *_ADDING[:-1])
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
 _SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
 # How many rows are sent at once: wandb-core has them in memory.
-_MOST = 20_000
+_MOST = 100_000
 # How long W&B may take to count the rows of an earlier sender, in seconds.
 _COUNTED_S = 15.0
 # How long W&B may take to say that it has everything, and how often it is asked, in seconds. It counts 2 to 4 s late.
@@ -112,7 +112,6 @@ class Sender:
     Attributes:
         place: The run.
         rows: How many rows were sent.
-        values: The last values of their columns.
         files: The names of the files and artifacts that were sent.
     """
 
@@ -140,7 +139,7 @@ class Sender:
             is_shared: Whether it is open in W&B's shared mode.
             is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
         """
-        self.place, self.rows, self.values = place, 0, dict[str, Any]()
+        self.place, self.rows = place, 0
         self._run, self._found, self._is_whole = run, found, is_whole
         self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
         self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
@@ -280,6 +279,7 @@ class Sender:
             shutil.rmtree(folder, ignore_errors=True)
         if (role := roles.role_of(self._reads[directories[-1]].column)) != OWNER:
             roles.end_again(self.place, role)
+        tell_of_tensorboard(self.place.run_id, left)
         files.require_sent(directories[-1], waits=close is None)
         return exit_code
 
@@ -413,7 +413,6 @@ class Sender:
             if not self._is_defined and RESTART_COUNT in row.values and metric in row.values:
                 self._is_defined = bool(run.define_metric("*", step_metric=metric))
             run.log(dict(row.values), None if row.step < 0 else row.step, True)
-            self.values.update(row.values)
             count += 1
         return count
 
@@ -685,6 +684,15 @@ class Files:
         return names
 
 
+def tell_of_tensorboard(run_id: str, left: Iterable[Attempt]) -> None:
+    """Say that rows of TensorBoard may lack which W&B's client had not read when its process was killed."""
+    for one in left:
+        files = [str(folder / name) for name, folder in one.saved_files().items() if "tfevents" in name]
+        if files and one.exit_code is None:
+            text = "W&B: run %s: it may lack the last rows of TensorBoard before a kill. TensorBoard shows them: %s"
+            logger.warning(text, run_id, ", ".join(files))
+
+
 def save_again(run: Any, files: Path, name: str) -> bool:
     """Have a file that an attempt has saved be uploaded with this run. Returns False if this disk lacks it."""
     path = own_file_in(files, name)
@@ -696,17 +704,17 @@ def save_again(run: Any, files: Path, name: str) -> bool:
 # The next attempt
 
 
-def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
-    """Log what earlier attempts have left, before the function's first row. Returns the last values of its columns.
+def send_earlier(request: RunRequest, run: Any) -> None:
+    """Log what earlier attempts have left, before the function's first row.
 
     It stays on this disk until this run has ended, or a later attempt finds that W&B has it. If several processes write
     the run, a rank sends what its own rank has left, and the primary that of ranks which the job has no more.
     """
-    made, values = outbox.of(run), dict[str, Any]()
+    made = outbox.of(run)
     # Tasks that continue a run may be several on one disk: what they have left is sent by the task that calls them.
     speaks = made.column is None or request.plan.primary or outbox.label_of(request) is not None
     if run.offline or not speaks or not made.is_kept:
-        return values
+        return
     parent, run_id, left = made.directory.parent, made.place.run_id, list[Attempt]()
     try:
         left = [one for one in attempts.attempts_of(parent, made.place) if _is_to_send(one, made, request)]
@@ -715,13 +723,12 @@ def send_earlier(request: RunRequest, run: Any) -> Mapping[str, Any]:
         if left and made.column is not None:
             made.lock = _lock(parent, run_id, outbox.label_of(request), made.column)
         if left and (made.column is None or made.lock is not None):
-            values = _send_before(made, left, run, request.deadline)
+            _send_before(made, left, run, request.deadline)
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
         command = how_to_send([str(one.directory) for one in left] or str(parent))
         logger.warning(text, run_id, command, exc_info=True)
     made.first_step = made.next_step or made.first_step
-    return values
 
 
 def _is_to_send(attempt: Attempt, made: outbox.WandbOutbox, request: RunRequest) -> bool:
@@ -741,7 +748,7 @@ def _lock(parent: Path, run_id: str, label: str | None, column: str | None) -> R
     return RunLock.of_any_file(parent / f"{run_id}.{label or roles.role_of(column)}.lock")
 
 
-def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, deadline: float) -> dict[str, Any]:
+def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, deadline: float) -> None:
     directories, run_id = [one.directory for one in left], made.place.run_id
     if made.column is not None:  # or else it was waited for before the run was opened
         attempts.await_count(directories, deadline)
@@ -758,6 +765,7 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
         files.ask(found, has_later=_is_later(None if found is None else found.last_at, left))
         files.leave_out_sent()
         files.send(run, waits=False)
+    tell_of_tensorboard(run_id, left)
     if sender.rows:
         text = "W&B: run %s: sent %d rows that earlier attempts had logged, and W&B lacked, from %s"
         logger.warning(text, run_id, sender.rows, made.directory.parent)
@@ -771,7 +779,6 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
     else:  # W&B has all
         for one in left:
             one.mark_sent()
-    return sender.values
 
 
 # The close of a run, in the process that has logged it
@@ -863,7 +870,7 @@ def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender
 
 
 def send(directory: Path) -> str:
-    """Send a directory, with those of attempts of its run beside it that were online, whose rows come before its own.
+    """Send a directory, with those of attempts of its run beside it whose rows come before its own.
 
     Args:
         directory: The directory.
@@ -890,9 +897,11 @@ def send(directory: Path) -> str:
     place = place_of(attempt, described)
     if not attempt.is_offline:
         require_server(directory, "WANDB_BASE_URL", place.server, vendor.session().settings.base_url)
-    left = _with_online(attempt, place)
-    if attempt.is_offline and left[1:]:  # those that were online have steps in the run already
-        send(left[0].directory)
+    left, texts = _with_earlier(attempt, place), list[str]()
+    if attempt.is_offline:  # each has its own steps, and those that were online have theirs in the run already
+        for one in left[:-1]:
+            if Attempt.at(one.directory).journals:  # otherwise it was sent with another one
+                texts.append(send(one.directory))
         left = [attempt]
     found = vendor.Reader(place).stored()
     text = f"W&B has all of {directory}: run {place.run_id}"
@@ -902,11 +911,13 @@ def send(directory: Path) -> str:
         files = f", with {listed(sender.files)}" if sender.files else ""
         text = f"sent {directory}: {sender.rows} rows of run {place.run_id}{files}"
     require_all_sent(directory)
-    return text
+    return "\n".join([*texts, text])
 
 
-def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
-    """Return the attempts of the run of one that were online, in their order, and that one.
+def _with_earlier(attempt: Attempt, place: Place) -> list[Attempt]:
+    """Return the attempts of one's run that come before it, in their order, and that one.
+
+    These are the ones that were online, and those that began before an offline one.
 
     Raises:
         TrackerUnavailableError: A process is writing the run.
@@ -915,7 +926,14 @@ def _with_online(attempt: Attempt, place: Place) -> list[Attempt]:
     if attempt.column is not None:
         return [attempt]
     online = [one for one in of_run if one.journals and not one.is_offline and one.column is None]
-    return online if attempt.directory in [one.directory for one in online] else [*online, attempt]
+    if attempt.directory in [one.directory for one in online]:
+        return online
+    kept = Place(*(attempt.header("place") or place))  # offline, the client has another server
+    begun = takewhile(
+        lambda one: one.directory != attempt.directory, attempts.attempts_of(attempt.directory.parent, kept)
+    )
+    offline = [one for one in begun if one.is_offline and one.journals and one.column is None and not one.is_incomplete]
+    return [*online, *offline, attempt]
 
 
 def _of_run(attempt: Attempt, place: Place) -> list[Attempt]:
