@@ -101,6 +101,9 @@ def _script(path: str) -> None:
     except OSError as error:
         sys.stderr.write(f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}\n")
         sys.exit(2)
+    if b"\0" in source:
+        sys.stderr.write(f"{file} is no source of Python: pass the script in it, or -m with its module\n")
+        sys.exit(2)
     loader = BuiltinImporter if path == "-" else SourceFileLoader("__main__", file)
     names = vars(_new_main())
     names.update(__file__=file, __cached__=None, __loader__=loader)

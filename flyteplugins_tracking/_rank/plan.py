@@ -1,11 +1,13 @@
 """Who gets which run: `plan()`, a pure function. It alone derives the ids and groups of a job's runs from the base id.
 
-Five places outside of it change an id. The first three keep two runs from getting the same one:
+Six places outside of it change an id. The first four keep two runs from getting the same one:
 
 - `_runs/identity.py`, `identity_of`: the second call in one process has the base id `{base}-2`, and so on.
 - `_runs/identity.py`, `_beside`: a process that a rank has started has `{base}-{random}`, or a random id.
 - `_runs/opening.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
   `{id}-{random}`.
+- `trackers/wandb/open.py`, `_with_another_id`: if a run continues offline while wandb-core still holds its id, because
+  other runs are open in the process, it is `{id}-{random}`.
 - `trackers/pluto/__init__.py`, `_with_usable_id`: an id that Pluto would take for one of its server's is `run-{id}`.
 - Where the plan has None, the tracker makes an id: W&B's client, or `trackers/client.py`, `new_id`.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -198,7 +199,7 @@ class PlutoSanitizer(MetricSanitizer):
         if not (key.isascii() and key.isprintable()):
             self.warn_once(key, "Pluto replaces each character of a key that is not printable ASCII by '-'")
         if isinstance(value, int) and abs(value) >= _LARGEST_INT:
-            return float(value)
+            return float(value) if value.bit_length() < sys.float_info.max_exp else None
         if isinstance(value, str) and len(value) > _LONGEST_STRING:
             self.warn_once(key, f"a string of more than {_LONGEST_STRING} characters is left out: Pluto takes labels")
             return None

@@ -63,6 +63,13 @@ class TrackioHandle(OutboxHandle):
         last_step = self._stored.last_step if self._stored is not None and self._is_retry else None
         return -1 if last_step is None else last_step
 
+    def exit_code_after(self, time_s: float) -> int | None:
+        stored = self._stored
+        if stored is None or stored.last_at <= time_s:
+            return None
+        ended_with = own_values(stored.config).get(EXIT_CODE)
+        return ended_with if isinstance(ended_with, int) else None
+
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         at = self.steps.take(step)
         for prepared in self.run.prepared(row, at):

@@ -27,11 +27,13 @@ class Stored:
         name: The name that Trackio shows.
         config: The run's config, with the values that Trackio adds.
         last_step: The highest step of its rows; None if there are no rows.
+        last_at: When its last row was logged, in seconds since the epoch; 0 if that is not known.
     """
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
     last_step: int | None = None
+    last_at: float = 0.0
 
 
 class Database:
@@ -53,8 +55,9 @@ class Database:
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
-            (last_step,) = connection.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
-            return Stored(row[0], json.loads(row[1]), last_step)
+            query = "SELECT MAX(step), MAX(timestamp) FROM metrics WHERE run_id = ?"
+            last_step, last = connection.execute(query, (run_id,)).fetchone()
+            return Stored(row[0], json.loads(row[1]), last_step, time_of(last))
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Write rows of a run. A row that it has, by its `log_id`, is left. The first one may have the run's config."""
@@ -102,3 +105,11 @@ Store = Database | Server
 def text_of(time_s: float) -> str:
     """Return a time as Trackio writes it."""
     return datetime.fromtimestamp(time_s, timezone.utc).isoformat()
+
+
+def time_of(text: Any) -> float:
+    """Return the time of a text that `text_of` has made; 0 for another one."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return 0.0

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -130,10 +131,10 @@ def _open_here(request: RunRequest) -> Any:
             run = _init(request)
     except TrackerUnavailableError as unavailable:
         # wandb-core keeps the run's id, and would refuse it offline, or when the user tries again.
-        vendor.restart_service()
+        has_id = not vendor.restart_service()
         if not client.degrades(request, unavailable):
             raise
-        run = _init(request, mode="offline", is_automatic=True)
+        run = _init(_with_another_id(request) if has_id else request, mode="offline", is_automatic=True)
         logger.warning(
             "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
             "available, run: %s",
@@ -202,6 +203,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
             run = vendor.init(**arguments)
         vendor.tolerate_outages()
         outbox.open_outbox(request, run, found=found)
+        roles.leave_summary_to_roles(request, run)
         send_earlier(request, run)
         return run
 
@@ -226,6 +228,15 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> Place:
     """Return which run is to be opened. Its id is empty if W&B makes one."""
     entity, project = (str(arguments.get(name) or getattr(settings, name) or "") for name in ("entity", "project"))
     return Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
+
+
+def _with_another_id(request: RunRequest) -> RunRequest:
+    if request.plan.run_id is None:
+        return request
+    run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"
+    text = "W&B: run %s continues offline with the id %s, because other runs are open in this process"
+    logger.warning(text, request.plan.run_id, run_id)
+    return replace(request, plan=replace(request.plan, run_id=run_id))
 
 
 def _is_online(arguments: Mapping[str, Any]) -> bool:

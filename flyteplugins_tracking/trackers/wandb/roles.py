@@ -163,6 +163,17 @@ def define_columns(run: Any, role: str | None) -> None:
         define(f"{name}/*", step_metric=f"{name}/step")
 
 
+def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
+    """Remove from the summary what roles have set: W&B gives it to an owner that resumes, which would send it again."""
+    if request.config.roles is None or not run.resumed:
+        return
+    keys = list(run.summary.keys())
+    names = {key.split("/")[1] for key in keys if key.startswith("roles/")} - {OWNER}
+    for key in keys:
+        if key.removeprefix("roles/").partition("/")[0] in names:
+            del run.summary[key]
+
+
 def end_again(place: Place, role: str, last_row: int | None = None) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since.
 
