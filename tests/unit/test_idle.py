@@ -29,3 +29,14 @@ def test_a_lost_row_is_told_once_also_behind_the_function_and_costs_a_forked_chi
     assert "rank 2 logs to a run that does nothing" in text
     assert "local rank 1 has the run" in text
     assert "primary_rank=0 to tracking_init" in text
+
+
+def test_a_run_that_does_nothing_has_no_address_which_mlflow_would_ask_the_server_for():
+    mlflow = pytest.importorskip("mlflow")
+
+    @tracking_init(tracker="mlflow", primary_rank=1)
+    def train():
+        return mlflow.start_run().info.run_name, mlflow.get_artifact_uri()
+
+    with override_distributed_info(DistributedInfo(rank=0, world_size=2, local_rank=0, local_world_size=2)):
+        assert train() == ("no-run", "")

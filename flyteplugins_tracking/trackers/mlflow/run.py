@@ -22,7 +22,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Run, join_calls, left_of_opening, prefix_of, warn_of_changes
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.idle import is_idle
+from flyteplugins_tracking.trackers.idle import IDLE, is_idle
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
@@ -429,6 +429,7 @@ def join_clients_calls(config: TrackingConfig | None = None) -> None:
     join_calls(mlflow.start_run, _join)
     join_calls(mlflow.set_experiment, _keep_experiment)
     join_calls(mlflow.set_tracking_uri, _keep_server)
+    join_calls(mlflow.get_artifact_uri, _idle_address)
 
 
 def _join(given: Mapping[str, Any]) -> Any:
@@ -446,6 +447,12 @@ def _join(given: Mapping[str, Any]) -> Any:
         return run
     does_nothing = is_idle("mlflow") and not isinstance(run, Logging) and not given.get("run_id")
     return vendor.start_idle_run() if does_nothing else None
+
+
+def _idle_address(_: Mapping[str, Any]) -> str | None:
+    """Return an empty address for a run that does nothing: MLflow would ask the server for it."""
+    runs = vendor.active_runs()
+    return "" if runs and runs[-1].info.run_id == IDLE else None
 
 
 def _keep_experiment(given: Mapping[str, Any]) -> Any:
