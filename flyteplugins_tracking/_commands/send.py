@@ -42,7 +42,7 @@ from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 from flyteplugins_tracking.trackers.wandb import sender
 
-_LONGEST_ID = 200
+_LONGEST_ID, _LONGEST_S = 200, 3.2e7
 # How long ago a killed process of another machine has written a journal at least, in seconds.
 _WRITTEN_S = 120.0
 _EXAMPLE = "example: flyteplugins-tracking send wandb; with --watch, on a login node, while jobs log to W&B there"
@@ -61,6 +61,8 @@ def main(arguments: list[str]) -> int:
     until_help = "with --watch: end when no run is open and all is sent"
     parser.add_argument("--until-done", action="store_true", help=until_help)
     given = parser.parse_args(arguments)
+    if not (0 < given.interval <= _LONGEST_S and 0 < given.killed_after <= _LONGEST_S):
+        parser.error("--interval and --killed-after are seconds, more than 0, and a year at most")
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of directories may have characters that its encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["WANDB_MODE"] = "online"  # that of the jobs may be set here too

@@ -288,8 +288,11 @@ class KeptHandle(OutboxHandle):
         return None
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        # What JSON cannot hold becomes text.
-        self.put_row(plain_config(row), None if step is None else self.steps.take(step))
+        plain = plain_config(row)
+        for key, value in row.items():
+            if isinstance(plain.get(key), str) and not isinstance(value, str):
+                self._values.warn_once(key, "is kept as text: the run is logged to files, as JSON")
+        self.put_row(plain, None if step is None else self.steps.take(step))
 
     def how_to_send(self, directory: str) -> str:
         is_known = self._tracker.name in SENT_LATER

@@ -152,7 +152,9 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
             number = int(answer.json()["runId"]) if status < 300 else None
         except Exception as error:
             kind = type(error).__name__
-            raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
+            is_page = isinstance(error, (ValueError, KeyError, TypeError))
+            text = "it does not answer as Pluto does: check the address" if is_page else f"{kind}: {error}"
+            raise UnavailableError(f"{text}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         _check_status(status, limit)
         if status == 404 and not request.plan.ends_run:
             raise UnavailableError(f"the primary rank has not created the run, {limit}")

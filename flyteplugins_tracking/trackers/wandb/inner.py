@@ -155,7 +155,7 @@ def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
             given["config"], given.get("config_exclude_keys"), given.get("config_include_keys")
         )
     new = handle.describe(
-        "wandb.init", {**given, "config": config, "settings": _settings_in(given)}, _placed(run, given)
+        "wandb.init", {**given, "config": config, "settings": _changed_settings(run, given)}, _placed(run, given)
     )
     if new:
         run.config.update(new, allow_val_change=True)
@@ -170,7 +170,11 @@ def _placed(run: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**placed, "dir": run.settings.root_dir, "settings": []}
 
 
-def _settings_in(given: Mapping[str, Any]) -> list[str]:
-    """Return the names of a call's settings, without their values: they may hold a key."""
+def _changed_settings(run: Any, given: Mapping[str, Any]) -> list[str]:
+    """Return the names of a call's settings that the run does not have, without their values: they may hold a key."""
     settings = given.get("settings") or {}
-    return sorted(settings if isinstance(settings, Mapping) else settings.model_fields_set)
+    values = (
+        settings if isinstance(settings, Mapping) else {one: vars(settings)[one] for one in settings.model_fields_set}
+    )
+    names = values.keys() - {*_OPENING}
+    return sorted(name for name in names if repr(values[name]) != repr(getattr(run.settings, name, None)))

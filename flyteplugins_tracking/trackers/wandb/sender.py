@@ -12,6 +12,7 @@ rows tell which are there: the others come behind, with their own steps in a col
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import secrets
 import shlex
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._job.failure import FAILURE_KEYS
-from flyteplugins_tracking._util.files import own_file_in
+from flyteplugins_tracking._util.files import own_file_in, own_text, replace_whole
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import first_line, listed, without_credentials
@@ -37,7 +38,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.ending import EndLimit
-from flyteplugins_tracking.trackers.journal import Journal, require_all_sent
+from flyteplugins_tracking.trackers.journal import Journal, encode, require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.wandb import attempts, datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, Reading, label_in
@@ -76,6 +77,8 @@ _OF_SERVICE = "wandb.sdk.lib.service"
 # were deleted.
 _unopened: set[Place] = set()
 _deleted: dict[Place, str] = {}
+# The file of a `LaterEnd`, and its most bytes.
+_LATER, _LONGEST_LATER = "flyteplugins-tracking-later.json", 1 << 24
 
 
 @dataclass
@@ -275,6 +278,8 @@ class Sender:
         of_run = [path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0])]
         for attempt, size in zip(left, sizes, strict=True):
             attempt.mark_sent(size)
+        if self._later is not None:
+            self._later.path.unlink(missing_ok=True)
         for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
             shutil.rmtree(folder, ignore_errors=True)
         if (role := roles.role_of(self._reads[directories[-1]].column)) != OWNER:
@@ -482,6 +487,7 @@ class Sender:
             return ended if roles.role_of(left[-1].column) == OWNER else None
         last = max(primary, key=lambda one: one.last_at)
         if self._later is not None and last.last_at > self._later.last_at:  # another attempt has logged meanwhile
+            self._later.path.unlink(missing_ok=True)
             self._later = None
         code = last.exit_code if self._later is None else self._later.exit_code
         if self._later is None and last.is_incomplete:  # it has ended the run before
@@ -557,13 +563,17 @@ def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings:
 class LaterEnd(NamedTuple):
     """How a later attempt has left a run that gets rows of an earlier one: it is left so again.
 
+    It is in a file until all is sent: the run's state, config and summary change meanwhile.
+
     Attributes:
+        path: The file, in the directory of the first of the earlier attempts.
         last_at: When it has logged its last row.
         exit_code: The status with which the run has ended.
         config: Its config.
         summary: Its summary.
     """
 
+    path: Path
     last_at: float
     exit_code: int
     config: Mapping[str, Any]
@@ -574,12 +584,18 @@ class LaterEnd(NamedTuple):
         """Return it for attempts that are sent; None if one of them is the run's last one."""
         if found is None:
             return None
-        last_at = found.last_at
+        path, last_at = left[0].directory / _LATER, found.last_at
         if column is not None:  # of all its rows: what was sent from another rank's directory just now is not its last
             last_at = max(found.values("_timestamp", column), default=None) if found.state in STATES else None
+        values = json.loads(own_text(path, _LONGEST_LATER) or "null")
+        kept = None if values is None else cls(path, **values)
         if last_at is None or not _is_later(last_at, left) or any(one.is_open() for one in left):
-            return None
-        return cls(last_at, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
+            return kept
+        if kept is not None and kept.last_at == last_at:
+            return kept
+        kept = cls(path, last_at, STATES.get(found.state, 1), dict(found.config), found.plain_summary)
+        replace_whole(path, encode(dict(zip(cls._fields[1:], kept[1:], strict=True))))
+        return kept
 
     def restore(self, run: Any) -> None:
         """Give an open run its config and summary."""
