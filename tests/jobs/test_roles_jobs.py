@@ -337,6 +337,26 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
+@pytest.mark.full
+def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(job):
+    """The owner resumes with the summary that the run had before."""
+    owner = job.start(roles=ROLES, rows=1, ends="never")
+    job.wait("open-owner", owner)
+    role = job.start("rollout-0", rows=5, ends="stop-role")
+    job.server.wait_for(lambda: job.server.runs[0].summary.get("rollout-0/rank0") == 4)
+    job.kill("owner", owner)
+    (job.directory / "open-owner").unlink()
+    owner = job.start(roles=ROLES, first=1, rows=1, ends="stop")
+    job.wait("open-owner", owner)
+    job.go("stop-role")
+    assert job.finish(role).returncode == 0
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    (run,) = job.server.runs
+    assert [run.summary[f"roles/{name}/state"] for name in ("owner", "rollout-0")] == ["finished"] * 2
+    assert (run.summary["rank0"], run.summary["rollout-0/rank0"]) == (1, 4)
+
+
 @pytest.mark.wide
 def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})

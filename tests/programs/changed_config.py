@@ -36,7 +36,7 @@ def set_all(run: object, values: dict[str, object]) -> None:
     late = {"late": values.pop("late")}
     if TRACKER == "wandb":
         run.config.update(argparse.Namespace(**values))
-        run.config.update({"epochs": 3})
+        run.config.update({"epochs": 3}, True)
         run.config.late = late["late"]
         run.config["item"] = late["late"]
         run.config.setdefaults({"epochs": 4, "unset": 1})
