@@ -209,17 +209,19 @@ def _exit_code_of_owner(place: Place, role: str, last_row: int | None) -> int | 
         if found is None:
             raise TrackerUnavailableError("W&B does not say whether the run has ended")
         columns = outbox.column_of(role), f"roles/{role}/state"
-        if last_row is None or last_row in threads.call_within(_ASK_S, found.values, *columns):
+        is_fresh = last_row is None or last_row in threads.call_within(_ASK_S, found.values, *columns)
+        if is_fresh or time.monotonic() > deadline:
             break
-        if time.monotonic() > deadline:
-            raise TrackerUnavailableError(f"W&B does not show the last row of role {role!r} yet")
         time.sleep(next(waits))
-    if found.state != "running":
-        return None
-    states, codes = (
-        threads.call_within(_ASK_S, found.values, f"roles/{OWNER}/{key}") for key in ("state", "exit_code")
-    )
-    return int(codes[-1]) if codes and states and states[-1] != "running" else None
+    if found.state == "running":  # an old answer may have the owner's end, too
+        states, codes = (
+            threads.call_within(_ASK_S, found.values, f"roles/{OWNER}/{key}") for key in ("state", "exit_code")
+        )
+        if codes and states and states[-1] != "running":
+            return int(codes[-1])
+    if not is_fresh:
+        raise TrackerUnavailableError(f"W&B does not show the last row of role {role!r} yet")
+    return None
 
 
 def shared_settings(role: str, *, ends_run: bool) -> dict[str, Any]:
