@@ -73,10 +73,10 @@ def test_the_first_exception_of_user_code_is_the_cause_and_echoes_do_not_hide_it
         fail(2, cut_off())
     fail(3, ValueError("bad batch"))
     fail(1, MuteError())
-    assert read() == "3 ValueError 2"
+    assert read() == "3 ValueError 1"
     own = Failure.of_error(raised(KeyError("own")), 0, 1)
     assert read(own, is_own_run=True) == "0 KeyError 0"
-    assert read(own) == "3 ValueError 3"
+    assert read(own) == "3 ValueError 2"
 
 
 def test_what_is_withdrawn_or_raised_because_of_sigterm_or_earlier_or_has_no_exit_code_does_not_count(
@@ -89,7 +89,7 @@ def test_what_is_withdrawn_or_raised_because_of_sigterm_or_earlier_or_has_no_exi
     fail(3, ValueError("its handler raises"))
     fail(2, cut_off())
     assert read(terminated_s=60.0) == "none"
-    assert read() == "3 ValueError 1"
+    assert read() == "3 ValueError 0"
     monkeypatch.setattr("flyteplugins_tracking._util.proc.started_at", lambda: 2**40)
     assert read() == "none"
 
@@ -99,7 +99,7 @@ def test_an_echo_alone_is_the_cause_unless_this_rank_is_terminated_and_alone_has
     assert read(own, terminated_s=None) == "0 RuntimeError 0"
     assert read(own) == "none"  # preempted: the others were too
     fail(2, cut_off())
-    assert read(own) == "0 RuntimeError 1"  # a scheduler cuts nobody off
+    assert read(own) == "0 RuntimeError 0"  # a scheduler cuts nobody off
 
 
 def test_what_lost_a_peer_is_an_echo_and_what_only_sounds_so_is_not():

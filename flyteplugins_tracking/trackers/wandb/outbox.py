@@ -17,7 +17,7 @@ import contextlib
 import secrets
 import threading
 from binascii import b2a_base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,10 @@ class WandbOutbox:
                 self._put_artifact(record.request.log_artifact.artifact.SerializeToString())
         elif any(record.HasField(kind) for kind in SETTING) and not self._is_paused:
             self._journal.add(record_of_setting(record.SerializeToString()))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Keep that the next row replaces what was set with these keys in the summary."""
+        self._journal.add(record_of_setting(vendor.removal_of(keys)))
 
     def put(self, row: Any) -> None:
         """Keep a row, or a part of one, that wandb-core has got."""

@@ -183,7 +183,11 @@ class WandbHandle(ClientHandle):
         return name
 
     def _make_row(self, data: Any) -> Any:
-        return data  # of another type than a mapping, W&B says why
+        # For another type, W&B says why.
+        if self._summary and isinstance(data, dict) and (replaced := self._summary.keys() & data.keys()):
+            self._outbox.forget(replaced)
+            self._summary = {key: value for key, value in self._summary.items() if key not in replaced}
+        return data
 
     def write(self, row: Any, step: Any, **kwargs: Any) -> None:
         with self._outbox.order:  # between a row's step and W&B's taking it, no other thread's row comes
@@ -201,7 +205,6 @@ class WandbHandle(ClientHandle):
         """Call another one of the run's methods, or use a property. If the run has ended, use `late`, or keep it."""
         if os.getpid() != self.pid:
             return method(self.run, *args, **kwargs)
-        self.request.sigterm.before_row()
         self._placement.has_definitions |= method.__name__ == "define_metric"
 
         def call(used: Callable[..., Any] = method) -> Any:
@@ -391,8 +394,8 @@ def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard_log(kind.log)
-    if hasattr(kind, "_log"):  # by which `run.watch` adds values to the next row
-        members["_log"] = _guard_watch(kind._log)
+    if (row_method := vendor.row_method(kind)) is not None:
+        members[row_method.__name__] = _guard_watch(row_method)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)

@@ -552,6 +552,14 @@ def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Ca
         raise errors[0]
 
 
+def row_method(kind: Any) -> Callable[..., Any] | None:
+    """The method through which `run.watch` adds values to the next row. Without it, they lack the rank's prefix."""
+    with _optional("what run.watch records lacks the rank's prefix"):
+        method: Callable[..., Any] = kind._log
+        return method
+    return None
+
+
 def status_of_end(method: str, *args: Any, **kwargs: Any) -> int:
     """Return the status that a call of one of `ENDINGS` gives a run: by default 0."""
     given = args[0] if args else kwargs.get("exit_code")
@@ -654,7 +662,7 @@ def forward(run: Any, data: bytes) -> None:
     with _optional(
         "of a run that is sent while it is logged, W&B gets no summary, definition and config set after init"
     ):
-        record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
+        record = _messages().Record()
         record.ParseFromString(data)
         for field in ("num", "control", "uuid", "_info"):
             record.ClearField(field)
@@ -663,11 +671,19 @@ def forward(run: Any, data: bytes) -> None:
 
 def forward_summary(run: Any, update: Iterable[Any], remove: Iterable[Any] = ()) -> None:
     """Give the wandb-core of an open run items of the summary records of another process."""
-    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
+    record = _messages().Record()
     record.summary.update.extend(update)
     record.summary.remove.extend(remove)
     if record.summary.ByteSize():
         forward(run, record.SerializeToString())
+
+
+def removal_of(keys: Iterable[str]) -> bytes:
+    """Return the serialized record that removes keys from a run's summary."""
+    record = _messages().Record()
+    for key in keys:
+        record.summary.remove.add().key = key
+    return bytes(record.SerializeToString())
 
 
 def leave_console_alone() -> str:
@@ -699,7 +715,7 @@ class KeptArtifact(NamedTuple):
 
         The record may be a stranger's, and name any file of this user.
         """
-        record = importlib.import_module("wandb.proto.wandb_internal_pb2").ArtifactRecord()
+        record = _messages().ArtifactRecord()
         record.ParseFromString(data)
         manifest, copies = record.manifest, Path(_staging_directory())
         is_whole = True
@@ -719,7 +735,7 @@ class KeptArtifact(NamedTuple):
 
     def send(self, run: Any) -> Any:
         """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
-        request = importlib.import_module("wandb.proto.wandb_internal_pb2").LogArtifactRequest(artifact=self.record)
+        request = _messages().LogArtifactRequest(artifact=self.record)
         request.artifact.run_id, request.staging_dir = run.id, _staging_directory()
         return interface_of(run)._deliver_artifact(request)
 
@@ -735,7 +751,7 @@ def _staging_directory() -> str:
 
 def parse_row(data: bytes) -> dict[str, Any]:
     """Return the values of a row that was serialized."""
-    row = importlib.import_module("wandb.proto.wandb_internal_pb2").PartialHistoryRequest()
+    row = _messages().PartialHistoryRequest()
     row.ParseFromString(data)
     return {item.key or ".".join(item.nested_key): json.loads(json_of(item)) for item in row.item}
 
