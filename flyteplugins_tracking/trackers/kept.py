@@ -222,8 +222,8 @@ class OutboxHandle(client.ClientHandle):
             return
         for left in earlier:
             for line in left.lines():  # one at a time: there may be millions
-                if line.get("step") is not None:  # the function's rows come behind it
-                    self.steps.last = max(self.steps.last, int(line["step"]))
+                if isinstance(step := line.get("step"), int):  # the function's rows come behind it
+                    self.steps.last = max(self.steps.last, step)
 
     def _exit_code_of(self, journals: Sequence[StoredJournal]) -> int:
         """Return the status that the first of these journals ends with, or that of a later attempt at the service."""
