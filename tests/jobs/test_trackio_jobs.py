@@ -128,6 +128,34 @@ def test_rows_have_the_steps_that_were_asked_for_or_the_next_one_also_after_a_re
     assert seen["again"] == [True, "shown"]
 
 
+BESIDE = """
+import threading, trackio
+from flyteplugins_tracking import get_run, tracking_init
+
+@tracking_init(tracker="trackio", project="p", id="i")
+def train():
+    run, is_over = get_run(), threading.Event()
+    def take():
+        while not is_over.is_set():
+            run._take_queued_batches()
+    thread = threading.Thread(target=take)
+    thread.start()
+    for number in range(1000):
+        trackio.log({"a": number})
+    is_over.set()
+    thread.join()
+
+train()
+"""
+
+
+def test_the_clients_own_thread_takes_no_row_and_no_step(tmp_path):
+    """It looks for rows of its own twice a second: here without a pause, while rows are logged."""
+    done = jobs.run([sys.executable, "-c", BESIDE], tmp_path, environment(tmp_path))
+    assert done.returncode == 0, done.output
+    assert [(step, row["a"]) for step, row in rows(tmp_path)] == [(number, number) for number in range(1000)]
+
+
 def test_values_are_numbers_and_what_is_left_out_is_told_once(one_process):
     directory, _, said = one_process
     odd = [row for _, row in rows(directory, "all") if "bool" in row]

@@ -201,7 +201,8 @@ class _Logging:
 
     @_queued_logs.setter
     def _queued_logs(self, _: Any) -> None:
-        self._taken = self._taken or _Taken()
+        if self._taken is None:  # it is always empty: another thread of the client's takes it while a row is prepared
+            self._taken = _Taken()
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log a row."""
