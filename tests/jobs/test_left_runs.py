@@ -145,6 +145,7 @@ def test_rows_of_tensorboard_are_sent(tmp_path, mode, by):
             log(tmp_path, server, "rows", "return", 1)
         output = send(tmp_path, server)
         assert numbers(server.run("run")) == expected(*((0, 1) if by == "next" else (0,))), output
+        assert output.count("it may lack the last rows of TensorBoard before a kill") == 1, output
 
 
 @pytest.mark.parametrize("what", ["summary", pytest.param("nothing", marks=pytest.mark.wide)])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support import backends, jobs
 from support.loopback import Fault
+from support.waiting import wait_for_file
 from support.wandb_server import WandbServer
 
 PROGRAM = jobs.PROGRAMS / "unavailable.py"
@@ -125,3 +126,57 @@ def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tm
     (run,) = service.runs("tests")
     assert run.status == "finished"
     assert failure_shown(service) == set()
+
+
+ARTIFACT = """
+import pathlib, time, wandb
+from flyteplugins_tracking import get_run, tracking_init
+
+@tracking_init(project="p", id="art")
+def train():
+    get_run().log({"x": 1})
+    pathlib.Path("is-open").touch()
+    while not pathlib.Path("is-away").exists():
+        time.sleep(0.05)
+    pathlib.Path("model.txt").write_text("weights")
+    artifact = wandb.Artifact("model", type="model")
+    artifact.add_file("model.txt")
+    get_run().log_artifact(artifact)  # the first one: W&B's client asks whose key it is
+    get_run().log({"x": 2})
+    pathlib.Path("is-logged").touch()
+
+train()
+"""
+
+
+@pytest.mark.full
+def test_the_first_artifact_of_a_run_may_be_logged_in_an_outage(tmp_path):
+    with WandbServer() as server:
+        process = jobs.start([sys.executable, "-c", ARTIFACT], tmp_path, server.environment)
+        wait_for_file(tmp_path / "is-open", process)
+        with server.failing(Fault.status(503)):
+            (tmp_path / "is-away").touch()
+            wait_for_file(tmp_path / "is-logged", process)
+        done = jobs.finish(process, tmp_path)
+        assert done.returncode == 0, done.output
+        run = server.run("art")
+        assert (run.state, [row["x"] for row in run.rows]) == ("finished", [1, 2])
+        assert [(one.committed, one.contents["model.txt"]) for one in run.versions.values()] == [(True, b"weights")]
+
+
+KEY_REFUSED = """
+import os, wandb
+from flyteplugins_tracking.trackers.wandb import vendor
+
+vendor.tolerate_outages()
+wandb.Api(api_key=os.environ["WANDB_API_KEY"])
+"""
+
+
+@pytest.mark.full
+def test_a_key_that_is_refused_is_told_where_an_outage_is_not(tmp_path):
+    with WandbServer() as server:
+        env = {**server.environment, "WANDB_API_KEY": "b" * 40}
+        done = jobs.run([sys.executable, "-c", KEY_REFUSED], tmp_path, env)
+    assert done.returncode == 1
+    assert "AuthenticationError" in done.output

@@ -231,6 +231,7 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> Place:
 
 
 def _with_another_id(request: RunRequest) -> RunRequest:
+    """Return the request for a run that continues offline while wandb-core, with other runs, still has its id."""
     if request.plan.run_id is None:
         return request
     run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"

@@ -171,7 +171,7 @@ def known_variables() -> dict[str, str]:
 def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> bool:
     """Stop wandb-core, unless a run is open in it. The next run starts another. Unsent rows are in the local files.
 
-    Without it, and beside a run that is open, a run cannot continue offline: wandb-core has its id.
+    Without it, a run that continues offline gets another id.
 
     Args:
         limit_s: Seconds that it may take to write the files of runs that have ended, and to send what it can.
@@ -181,7 +181,7 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
         Whether this process has no wandb-core any more.
     """
     current = session()
-    with _optional("wandb-core cannot be restarted, and a run cannot continue offline in an outage"):
+    with _optional("wandb-core cannot be restarted, and a run that continues offline gets another id"):
         connection = current._connection
         if connection is not None:
             if connection._proc is None:
