@@ -160,9 +160,6 @@ def _check_job(info: DistributedInfo | None, error: str | None, variables: Mappi
         if os.environ.get("SLURM_JOB_ID"):
             text = "SLURM_JOB_ID is set, and no step has several tasks: each process counts as the only one"
             yield Diagnostic("warning", text, "srun python train.py, in the sbatch script")
-    elif info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in os.environ and "LOCAL_RANK" not in os.environ:
-        text = f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node"
-        yield Diagnostic("warning", text, "torchrun train.py in each pod; or set LOCAL_RANK in each process")
 
 
 def _check_mode() -> Iterator[Diagnostic]:

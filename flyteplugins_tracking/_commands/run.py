@@ -14,7 +14,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable
-from importlib.machinery import BuiltinImporter, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -88,25 +88,18 @@ def _module(name: str) -> None:
 
 
 def _script(path: str) -> None:
-    """As `python path`: of a file, which may be a pipe, or of "-"."""
-    file = "<stdin>" if path == "-" else os.path.join(os.getcwd(), path)
+    """As `python path`: of a file, which may be a pipe."""
+    file = os.path.join(os.getcwd(), path)
     if not _is_safe():
-        sys.path[0] = "" if path == "-" else os.path.dirname(os.path.realpath(path))
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
     try:
-        if path == "-":
-            source = sys.stdin.buffer.read()  # it stays open: a client asks whether it is a terminal
-        else:
-            with io.open_code(file) as stream:
-                source = stream.read()
+        with io.open_code(file) as stream:
+            source = stream.read()
     except OSError as error:
         sys.stderr.write(f"{sys.executable}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}\n")
         sys.exit(2)
-    if b"\0" in source:
-        sys.stderr.write(f"{file} is no source of Python: pass the script in it, or -m with its module\n")
-        sys.exit(2)
-    loader = BuiltinImporter if path == "-" else SourceFileLoader("__main__", file)
     names = vars(_new_main())
-    names.update(__file__=file, __cached__=None, __loader__=loader)
+    names.update(__file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file))
     exec(compile(source, file, "exec", dont_inherit=True), names)  # noqa: S102
 
 

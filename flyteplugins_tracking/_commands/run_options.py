@@ -38,6 +38,8 @@ def parsed(arguments: list[str]) -> tuple[tracking_run, bool, list[str]]:
         del words[1]  # as torchrun does behind the name of its script
     if not words:
         parser.error("the following arguments are required: SCRIPT")
+    if words[0] == "-":
+        parser.error("a script of the standard input is /dev/stdin, and not -")
     for name in given.keys() & {"config", "option"}:
         given[name] = dict(given[name])
     given = {**given.pop("option", {}), **given}

@@ -31,18 +31,15 @@ from flyteplugins_tracking.trackers.journal import (
     stored,
 )
 from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle
-from flyteplugins_tracking.trackers.outbox import (
-    arguments_to_send,
-    but_for,
-    how_to_send,
-    require_server,
-    servers_in,
-)
+from flyteplugins_tracking.trackers.outbox import but_for, how_to_send, require_server, servers_in
 from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 from flyteplugins_tracking.trackers.wandb import sender
 
 _LONGEST_ID, _LONGEST_S = 200, 3.2e7
+# The arguments that only the job's own process takes. Settings may name a proxy for the key, or files to upload. The
+# variables here name the servers: they are the same, or the run is refused.
+_OF_ITS_JOB = ("settings", "webhook_url", "tracking_uri", "server_url")
 # How long ago a killed process of another machine has written a journal at least, in seconds.
 _WRITTEN_S = 120.0
 _EXAMPLE = "example: flyteplugins-tracking send wandb; with --watch, on a login node, while jobs log to W&B there"
@@ -185,7 +182,6 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> int:
     """
     handle = _open_run(journals)
     handle.ends_run = ends_run
-    handle.wait(handle.request.config.finish_timeout_s)
     handle.finish(handle.earlier_exit_code)
     return handle.rejected_rows
 
@@ -199,7 +195,7 @@ def _open_run(earlier: Sequence[StoredJournal]) -> OutboxHandle:
     header = earlier[0].header
     tracker = find_tracker(header["tracker"])
     require(tracker)
-    arguments = arguments_to_send(header["arguments"])
+    arguments = {name: value for name, value in header["arguments"].items() if name not in _OF_ITS_JOB}
     config = TrackingConfig.from_arguments({**arguments, "tracker": header["tracker"]})
     run_id, group, is_primary = (header[name] for name in ("id", "group", "primary"))
     plan = RunPlan(True, run_id, group, is_primary, writers=1)

@@ -13,15 +13,14 @@ import sys
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from flyteplugins_tracking._util.checks import is_given
 from flyteplugins_tracking._util.modules import replace_function
-from flyteplugins_tracking._util.plain import flat, plain_config
+from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
-from flyteplugins_tracking._util.secrets import is_secret_name, masked
 from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
@@ -42,9 +41,6 @@ RESTART_COUNT = "restart_count"
 _PATIENCE_S = 30.0
 # How much of the time for a run's end has passed when a signal interrupts its opening, and is left for the process's.
 _PASSED_S = 6.0
-
-# How much of a change of the config a message shows: values, and characters of each.
-_MOST_CHANGES, _LONGEST_VALUE = 10, 60
 
 # The functions that `join_calls` has put in the place of a client's.
 _joining: set[Callable[..., Any]] = set()
@@ -198,8 +194,12 @@ class ClientHandle(Handle):
         known = config if isinstance(config, Mapping) else {}
         if not self.request.plan.primary:
             return {}
-        if self._told_status is not None:
-            warn_of_another(self.warn_once, self._title, call, self.id, given)
+        if self._told_status is not None and self.id not in (given.get("id"), given.get("run_id")):
+            text = (
+                "%s: %s() opens no other run after the end of one: it returns run %s again, which has the rows of "
+                "both. For a run each, decorate the function that has one with tracking_init, without a run around it"
+            )
+            self.warn_once("another", text, self._title, call, self.id)
         values = plain_config(given.get("config") or None)
         new = {
             key: value for key, value in values.items() if key not in known and not key.startswith(self.vendors_keys)
@@ -207,7 +207,12 @@ class ClientHandle(Handle):
         kept = [f"config[{key!r}]" for key in values if key not in new and known.get(key) != values[key]]
         others = {name: value for name, value in given.items() if name in placed and is_given(value)}
         kept += [f"{name}={value!r}" for name, value in others.items() if value != placed[name]]
-        warn_of_placed(self.warn_once, self._title, call, self.id, kept)
+        if kept:
+            text = (
+                "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
+                "set. Without effect: %s. Pass these to tracking_init, or as options of the command `run`"
+            )
+            self.warn_once(call, text, self._title, call, self.id, ", ".join(kept))
         return new
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
@@ -331,56 +336,6 @@ def left_of_opening(tracker: str, given: Mapping[str, Any], names: Mapping[str, 
     """
     asked = {names[name]: value for name, value in given.items() if name in names}
     return {name: given[name] for name in given.keys() - names} if open_waiting(tracker, asked) else given
-
-
-def warn_of_placed(warn_once: WarnOnce, title: str, call: str, run_id: str | None, kept: Sequence[str]) -> None:
-    """Warn once about arguments without effect of a call that would open a run, and returns the function's."""
-    if kept:
-        text = (
-            "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
-            "set. Without effect: %s. Pass these to tracking_init, or as options of the command `run`"
-        )
-        warn_once(call, text, title, call, run_id, ", ".join(kept))
-
-
-def warn_of_another(warn_once: WarnOnce, title: str, call: str, run_id: str | None, given: Mapping[str, Any]) -> None:
-    """Warn once about a call that would open another run, after the script has ended the one before."""
-    if run_id not in (given.get("id"), given.get("run_id")):
-        text = (
-            "%s: %s() opens no other run after the end of one: it returns run %s again, which has the rows of both. "
-            "For a run each, decorate the function that has one with tracking_init, without a run around it"
-        )
-        warn_once("another", text, title, call, run_id)
-
-
-def warn_of_changes(
-    title: str, run_id: str | None, before: Mapping[str, Any], after: Mapping[str, Any], more: str = ""
-) -> None:
-    """Tell which values of an earlier attempt's config are changed. `more` follows, as a sentence.
-
-    Each is shown with its old and its new value, unless that may be a secret.
-    """
-    old = flat(before)
-    new = {key: value for key, value in flat(after).items() if key in old and not _is_own(key)}
-    # NaN differs from itself.
-    texts = [_change(key, old[key], value) for key, value in new.items() if value != old[key] and value == value]
-    if len(texts) > _MOST_CHANGES:
-        texts[_MOST_CHANGES:] = [f"and {len(texts) - _MOST_CHANGES} more"]
-    if texts:
-        text = "%s: run %s: this attempt changes the config that an earlier one has set: %s%s"
-        logger.warning(text, title, run_id, masked(", ".join(texts)), more)
-
-
-def _change(key: str, *values: Any) -> str:
-    is_secret = is_secret_name(key) and any(isinstance(value, str) for value in values)
-    texts = ["***" if is_secret else repr(value) for value in values]
-    short = [text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..." for text in texts]
-    return f"{key}: {' -> '.join(short)}"
-
-
-def _is_own(key: str) -> bool:
-    """Whether a value is a service's or this library's, which tells the attempts apart."""
-    return key.startswith("_") or OWN in key.split(".")
 
 
 def dies_with_pod(request: RunRequest) -> bool:

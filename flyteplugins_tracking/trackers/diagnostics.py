@@ -12,7 +12,6 @@ Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 # The part of an answer that is read: its first lines identify the server.
 _MOST_BYTES = 65_536
-NO_WORKING_DIRECTORY = "the working directory has been removed"
 
 
 class Diagnostic(NamedTuple):
@@ -115,10 +114,7 @@ def check_directory(directory: str, level: Level, text: str, fix: str) -> tuple[
 
 def why_unwritable(directory: str) -> str | None:
     """Return why files cannot be written below `directory`, which need not exist yet; None if they can."""
-    try:
-        place = os.path.abspath(os.path.expanduser(directory))
-    except FileNotFoundError:
-        return NO_WORKING_DIRECTORY
+    place = os.path.abspath(os.path.expanduser(directory))
     while not os.path.lexists(place) and place != os.path.dirname(place):
         place = os.path.dirname(place)
     if not os.path.isdir(place):

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 from flyteplugins_tracking._util.plain import plain_config
-from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
@@ -168,10 +167,6 @@ class OutboxHandle(client.ClientHandle):
             return False
         return True
 
-    def wait(self, patience_s: float) -> None:
-        """Wait until all lines are sent, or until the service has taken nothing for `patience_s` seconds."""
-        self._outbox.wait(patience_s)
-
     def resume(self) -> None:
         self._open_outbox()  # what the last one has left is an earlier attempt's for it
 
@@ -257,10 +252,11 @@ class OutboxHandle(client.ClientHandle):
 class KeptRun(client.Run):
     """The object that `get_run` returns for a run that is only kept. Calls other than `calls` and `log` are lost."""
 
+    _handle: KeptHandle
+
     def __init__(self, handle: KeptHandle, calls: Sequence[str]) -> None:
         super().__init__(handle)
-        self._keeps, self._calls = handle, calls
-        self._warn_once = WarnOnce(logger)
+        self._calls = calls
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -270,9 +266,9 @@ class KeptRun(client.Run):
     def _keep(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if name not in self._calls:
             text = "run %s is logged to files: calls of %s() are lost. Kept are those of: %s"
-            self._warn_once(name, text, self.id, name, ", ".join(("log", *self._calls)))
+            self._handle.warn_once(name, text, self.id, name, ", ".join(("log", *self._calls)))
             return
-        self._keeps.put({"call": name, **plain_config({"args": args, "kwargs": kwargs})})
+        self._handle.put({"call": name, **plain_config({"args": args, "kwargs": kwargs})})
 
 
 class KeptHandle(OutboxHandle):

@@ -50,12 +50,10 @@ _PASSING = frozenset({402, 408, 425, 429})
 _PLUTO = {"url_app": 3000, "url_api": 3001, "url_ingest": 3003, "url_py": 3004}
 # The arguments and settings that are the address of a server, with the variables that are too.
 _SERVERS = {
-    **{"host": "WANDB_BASE_URL", "base_url": "WANDB_BASE_URL", "tracking_uri": "MLFLOW_TRACKING_URI"},
-    **{"server_url": "TRACKIO_SERVER_URL", **{name: f"PLUTO_{name.upper()}" for name in _PLUTO}},
+    "tracking_uri": "MLFLOW_TRACKING_URI",
+    "server_url": "TRACKIO_SERVER_URL",
+    **{name: f"PLUTO_{name.upper()}" for name in _PLUTO},
 }
-# The rest of a run's arguments is for the process that has written the file: settings may name a proxy for the key,
-# or files to upload.
-_OF_ITS_PROCESS = ("settings", "webhook_url")
 
 
 def may_pass(status: int) -> bool:
@@ -71,19 +69,16 @@ class AwayError(Exception):
 
     Attributes:
         fix: What the user can check, as sentences.
-        patience: For which part of the time that a run's opening may take it is worth trying again.
         is_outage: See `TrackerUnavailableError`.
     """
 
     fix = ""
-    patience = 1.0
     is_outage = True
 
-    def __init__(self, text: str, patience: float | None = None, *, is_outage: bool = True) -> None:
+    def __init__(self, text: str, *, is_outage: bool = True) -> None:
         super().__init__(text)
         if not is_outage:
-            self.is_outage, self.patience = False, 0.0
-        self.patience = self.patience if patience is None else patience
+            self.is_outage = False
 
 
 class RejectedError(Exception):
@@ -104,20 +99,18 @@ def until(deadline: float, action: Callable[[], T]) -> T:
     The last call is at the deadline.
 
     Raises:
-        AwayError: The last call's, at the deadline or after its part of the time.
+        AwayError: The last call's, at the deadline; or one that is no outage.
     """
-    began, waits = time.monotonic(), pauses()
+    waits = pauses()
     while True:
-        end = deadline
         try:
             result = action()
-            if result or time.monotonic() + _FIRST_POLL_S > end:
+            if result or time.monotonic() + _FIRST_POLL_S > deadline:
                 return result
         except AwayError as error:
-            end = began + error.patience * (deadline - began)
-            if time.monotonic() + _FIRST_POLL_S > end:
+            if not error.is_outage or time.monotonic() + _FIRST_POLL_S > deadline:
                 raise
-        time.sleep(min(next(waits), end - time.monotonic()))
+        time.sleep(min(next(waits), deadline - time.monotonic()))
 
 
 def pauses() -> Iterator[float]:
@@ -188,7 +181,6 @@ class Outbox(PerProcess):
         self._is_parents = False
         self._warn_once = WarnOnce(logger)
         self._rejected = 0  # lines in a row
-        self._deliveries = 0
         register(self)
         if self._earlier and sink is not None:
             self._start()
@@ -243,13 +235,10 @@ class Outbox(PerProcess):
             self._changed.notify_all()
             return self._is_drained() and not self.is_full
 
-    def wait(self, patience_s: float) -> None:
-        """Wait until what is in memory is sent, or until the service has taken nothing for `patience_s` seconds."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until what is in memory is sent, for `timeout_s` seconds at most."""
         with self._changed:
-            while not self._is_drained():
-                deliveries = self._deliveries
-                if not self._changed.wait_for(lambda: self._is_drained() or self._deliveries > deliveries, patience_s):  # noqa: B023
-                    return
+            self._changed.wait_for(self._is_drained, timeout_s)
 
     def keep(self) -> None:
         """Leave the journal to the next attempt, or to who sends it."""
@@ -360,7 +349,6 @@ class Outbox(PerProcess):
             if pause_s:
                 logger.warning("%s: run %s: the service answers again", self._title, self._run_id)
             with self._changed:
-                self._deliveries += 1
                 if self._limit is not None:
                     self._limit.moved()
                 self._changed.notify_all()
@@ -412,7 +400,11 @@ def how_to_send(directories: str | Sequence[str], arguments: Mapping[str, Any] |
 
 def servers_in(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return the servers that a run's arguments name, by the variables that name them where the run is sent."""
-    named = {**arguments, **_servers_in_settings(arguments)}
+    given = arguments.get("settings")
+    settings = given if isinstance(given, Mapping) else {}
+    host = settings.get("host")
+    on_host = {name: f"http://{host}:{port}" for name, port in _PLUTO.items()} if host else {}
+    named = {**settings, **arguments, **on_host}
     return {variable: str(named[name]) for name, variable in _SERVERS.items() if named.get(name)}
 
 
@@ -420,22 +412,6 @@ def servers_of(tracker: str) -> dict[str, str]:
     """Return the servers of a tracker that this process's variables name."""
     of_tracker = (variable for variable in _SERVERS.values() if variable.startswith(tracker.upper()))
     return {one: without_credentials(os.environ[one]) for one in of_tracker if os.environ.get(one)}
-
-
-def arguments_to_send(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a run's file that the process takes which sends it: they say which run that is."""
-    kept = {name: value for name, value in arguments.items() if name not in _OF_ITS_PROCESS}
-    servers = _servers_in_settings(arguments)
-    return {**kept, "settings": servers} if servers else kept
-
-
-def _servers_in_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    settings = arguments.get("settings")
-    if not isinstance(settings, Mapping):
-        return {}
-    host = settings.get("host")
-    on_host = {name: f"http://{host}:{port}" for name, port in _PLUTO.items()} if host else {}
-    return {**{name: settings[name] for name in _SERVERS if settings.get(name) and name != "host"}, **on_host}
 
 
 def require_server(directory: Path, variable: str, address: str, own: str | None) -> None:

@@ -240,7 +240,7 @@ def test_an_absent_service_raises_or_the_run_is_logged_to_files(backend, tmp_pat
     assert done.returncode == 0, done.output
     refused = [line[1:] for line in job.notes() if line[0] == "refused"]
     assert [name for name, _ in refused] == ["TrackerUnavailableError"] * RANKS
-    assert max(float(seconds) for _, seconds in refused) < 3 * jobs.TIME_SCALE + 30  # init_timeout_s=30
+    assert max(float(seconds) for _, seconds in refused) < 3 * jobs.TIME_SCALE + 15  # init_timeout_s=15
     assert job.runs == []
     if not backend.can_degrade:
         return

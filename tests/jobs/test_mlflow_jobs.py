@@ -84,7 +84,7 @@ def test_a_continued_run_has_its_rows_steps_and_the_newest_config(fluent):
     assert run.status == "FAILED"  # sys.exit(3)
     assert run.config == {"lr": 0.2}
     assert (run.params["lr"], run.params["deep.a"], run.params["late"]) == ("0.1", "1", "1")
-    assert "has set: lr: '0.1' -> '0.2'. Params keep their first values" in done.output
+    assert done.output.count("run fluent: params keep their first values") == 2  # once in each attempt
     assert (run.name, run.tags["mlflow.note.content"]) == ("named", "why")
     assert (run.tags["plain"], run.tags["team"], run.tags["later"]) == ("", "m=l", "tag")
 
@@ -98,7 +98,6 @@ def test_values_that_mlflow_cannot_hold_warn_once_for_each_key(fluent):
     assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
     for said in ("'none': None", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
-    assert done.output.count("run fluent: Params keep their first values") == 1
 
 
 def test_a_called_task_continues_the_callers_run_and_does_not_end_it(fluent):
@@ -190,7 +189,7 @@ def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_
         return time.monotonic()
 
     def sampled():
-        history = get_run().client.get_metric_history(get_run().run_id, "system/cpu_utilization_percentage")
+        history = mlflow.MlflowClient().get_metric_history(get_run().run_id, "system/cpu_utilization_percentage")
         return sorted(point.step for point in history)
 
     train(lambda: None)
@@ -320,7 +319,7 @@ def test_a_run_that_is_ended_in_any_thread_stays_active_until_the_function_ends(
         with mlflow.start_run(nested=True):
             mlflow.end_run()
             mlflow.log_metric("a", 1)
-        ended_elsewhere = threading.Thread(target=lambda: outer.client.set_terminated(outer.run_id))
+        ended_elsewhere = threading.Thread(target=lambda: mlflow.MlflowClient().set_terminated(outer.run_id))
         ended_elsewhere.start()
         ended_elsewhere.join()
         return mlflow.active_run() is outer

@@ -189,7 +189,6 @@ def test_the_status_is_how_the_function_ended(one_process):
 
 def test_a_run_stays_in_its_process(one_process):
     directory, seen, _ = one_process
-    assert "get_run() there" in seen["pickled"]
     assert seen["forked"] == 0
     logged = [key for _, row in rows(directory, "all") for key in row]
     assert "thread" in logged

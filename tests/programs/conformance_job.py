@@ -24,7 +24,7 @@ TRACKING = {"tracker": TRACKER, "project": PROJECT, "config": {"lr": 0.1}, "name
 SHARED = {**TRACKING, "run_mode": "shared", "id": "given"}
 ROWS = {"shared": 500}
 # Of a service that is not there: with the import of its client by four ranks at once, on a busy machine.
-INIT_TIMEOUT_S = 30
+INIT_TIMEOUT_S = 15
 numbers = iter(range(10_000 * ATTEMPT, 10_000 * ATTEMPT + 10_000))
 
 

@@ -35,8 +35,8 @@ def fluent(project: str) -> None:
         with run:
             run.log({"loss": 1.0})
         mlflow.end_run()
-        run.client.set_terminated(run.run_id, "FINISHED")  # as Lightning's logger does
-        SEEN["status_inside"] = run.client.get_run(run.run_id).info.status
+        mlflow.MlflowClient().set_terminated(run.run_id, "FINISHED")  # as Lightning's logger does
+        SEEN["status_inside"] = mlflow.MlflowClient().get_run(run.run_id).info.status
         mlflow.log_metric("fluent", 1.0)
         with mlflow.start_run(nested=True):
             mlflow.log_metric("child", 1.0)
@@ -91,6 +91,8 @@ def in_a_child() -> None:
 
 def as_a_called_task() -> None:
     """Open the caller's run as a called Flyte 2 task does in its own pod, from what is passed on to it."""
+    import mlflow
+
     from flyteplugins_tracking import get_run
     from flyteplugins_tracking._rank.plan import plan
     from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
@@ -114,7 +116,7 @@ def as_a_called_task() -> None:
     handle = tracker.open(request)
     handle.run.log({"called": 1.0})
     handle.finish(1)
-    SEEN["status_after_call"] = get_run().client.get_run(get_run().run_id).info.status
+    SEEN["status_after_call"] = mlflow.MlflowClient().get_run(get_run().run_id).info.status
 
 
 def chosen(project: str) -> None:

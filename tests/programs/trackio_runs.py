@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import pickle
 import sys
 import threading
 import warnings
@@ -41,10 +40,6 @@ def all_of_it():
     run.log_system({"memory": 1})
     inner()
     trackio.log({"a": 4})
-    try:
-        pickle.dumps(run)
-    except TypeError as error:
-        seen["pickled"] = str(error)
     thread = threading.Thread(target=lambda: get_run().log({"thread": 1}))
     thread.start()
     thread.join()

@@ -191,11 +191,6 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
-    "a pod": (
-        LAUNCHERS["kubeflow"],
-        "warning",
-        "counts as the only process of its node -> torchrun train.py",
-    ),
     "no agreement": (LAUNCHERS["env"], "warning", "no run id that all nodes agree on: env offers none"),
     "Pluto's servers": (
         {"PLUTO_URL_API": "http://x"},

@@ -72,12 +72,9 @@ def test_one_at_a_time_opens_a_store_that_is_a_file(store):
     ("arguments", "said"),
     [
         ({"experiment_name": "a", "experiment_id": "1"}, "twice"),
-        ({"experiment_id": True}, "must be a string or an integer"),
         ({"log_system_metrics": "yes"}, "must be True or False"),
-        ({"link_host": "mlflow"}, "must begin with https://"),
         ({"tracking_uri": "https://user:the-password@host"}, "secret="),
         ({"trackin_uri": "http://host"}, "tracking_uri"),
-        ({"id": "it's"}, "must not contain"),
         ({"config": "config.yaml"}, "log_artifact"),
         ({"download_logs": True}, "artifacts are on the server"),
     ],

@@ -43,7 +43,6 @@ def test_the_decorator_takes_every_argument_of_trackio_init():
         ({"server_url": 5}, "must be an address"),
         ({"server_url": f"http://h/?write_token={TOKEN}"}, "holds a token"),
         ({"server_url": f"http://me:{TOKEN}@h/"}, "holds a token"),
-        ({"id": "a,b"}, "a comma"),
         ({"config": {"_lr": 1}}, "'_lr', and Trackio itself uses those"),
         ({"config": "config.yaml"}, "trackio.init reads none"),
         ({"download_logs": True}, "the whole project"),

@@ -24,8 +24,6 @@ GROUP_TAG = "flyteplugins_tracking.group"
 _TEXTS = ("tracking_uri", "experiment_name", "link_host")
 # https://mlflow.org/docs/latest/ml/tracking/#tracking-uri
 SERVERS = ("http", "https", "databricks", "databricks-uc")
-# These characters would end the text in a condition of MLflow's search.
-_NOT_IN_AN_ID = "'\"`\\%"
 
 
 class MlflowTracker(Tracker):
@@ -50,10 +48,11 @@ class MlflowTracker(Tracker):
             check_text(name, options.get(name))
         if options.get("log_system_metrics") is not None:
             check_flag("log_system_metrics", options["log_system_metrics"])
-        _check_addresses(options)
-        _check_experiment(options)
-        _check_id(config.id)
-        _check_id(config.group)
+        if options.get("experiment_id") is not None and options.get("experiment_name") is not None:
+            raise ConfigError("experiment_id= and experiment_name= name the experiment twice: pass one of them")
+        for name in ("tracking_uri", "link_host"):
+            fix = "pass secret=..., or set MLFLOW_TRACKING_URI where the task runs"
+            check_no_password(f"{name}=", options.get(name), fix)
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
         # The server makes the ids of runs, so a run's own page is not known before the run exists. Its address is the
@@ -103,7 +102,6 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.mlflow.open import end_run, open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle, to_be_sent, use_credentials
 
-        _check_id(request.plan.run_id)
         vendor.require()
         import mlflow
 
@@ -121,28 +119,6 @@ class MlflowTracker(Tracker):
         with ExitStack() as undo:
             undo.callback(use_credentials(request.read_secret()))
             return open_or_keep(to_be_sent(request, place), self, open_handle)
-
-
-def _check_addresses(options: Mapping[str, Any]) -> None:
-    for name in ("tracking_uri", "link_host"):
-        fix = "pass secret=..., or set MLFLOW_TRACKING_URI where the task runs"
-        check_no_password(f"{name}=", options.get(name), fix)
-    host = options.get("link_host")
-    if host is not None and not host.startswith(("https://", "http://")):
-        raise ConfigError(f"link_host={host!r} must begin with https:// or http://, as in 'https://mlflow.example.com'")
-
-
-def _check_experiment(options: Mapping[str, Any]) -> None:
-    experiment_id = options.get("experiment_id")
-    if experiment_id is not None and (isinstance(experiment_id, bool) or not isinstance(experiment_id, (str, int))):
-        raise ConfigError(f"experiment_id={experiment_id!r} must be a string or an integer")
-    if experiment_id is not None and options.get("experiment_name") is not None:
-        raise ConfigError("experiment_id= and experiment_name= name the experiment twice: pass one of them")
-
-
-def _check_id(run_id: str | None) -> None:
-    if run_id is not None and any(character in run_id for character in _NOT_IN_AN_ID):
-        raise ConfigError(f"the id {run_id!r} must not contain any of {_NOT_IN_AN_ID}: it is a tag of the MLflow run")
 
 
 def kind_of(uri: str) -> str:

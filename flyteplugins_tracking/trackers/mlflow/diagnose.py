@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.trackers import diagnostics
@@ -45,10 +44,7 @@ def diagnose() -> Diagnosis:
 def _of_place(uri: str, place: str, setting: str) -> Iterator[Diagnostic]:
     """Yield what is wrong with an address."""
     kind = kind_of(uri)
-    if kind in _DATABASES and find_spec("sqlalchemy") is None:
-        text, fix = "which mlflow-skinny alone cannot open", f"pip install mlflow; or {_SERVE}"
-        yield Diagnostic("error", f"{setting}, {text}", fix)
-    elif kind == "sqlite":
+    if kind == "sqlite":
         folder = os.path.dirname(place.partition(":///")[2]) or os.curdir
         yield from diagnostics.check_directory(folder, "error", setting, _SERVE)
     elif kind == "file":

@@ -16,11 +16,11 @@ from typing import Any
 
 from flyteplugins_tracking._util.proc import TERMINATED, set_variables
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking._util.text import has_credentials, without_credentials
-from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.text import has_credentials, listed, without_credentials
+from flyteplugins_tracking._util.threads import run_while, run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Run, join_calls, left_of_opening, prefix_of, warn_of_changes
+from flyteplugins_tracking.trackers.client import Run, join_calls, left_of_opening, prefix_of
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.idle import IDLE, is_idle
 from flyteplugins_tracking.trackers.journal import Line, event_values
@@ -41,8 +41,6 @@ from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
 
-# The longest wait for an answer that says whether the server is there, in seconds.
-_ANSWER_S = 3.0
 # How many points are sent in one call, which has the time limit of one request.
 _MOST_POINTS = 1000
 # The longest name of a metric.
@@ -151,11 +149,10 @@ class MlflowHandle(OutboxHandle):
         others = {key: texts[key] for key in first if texts[key] != known[key]}
         self._own_params.update({key: texts[key] for key in texts if key not in first})
         if others:
-            kept = f"Params keep their first values: the tags {PARAMS_TAG}* have those of this attempt"
-            if self._told_status is None:
-                warn_of_changes(self._title, self.id, known, others, f". {kept}")
-            else:  # once, since a loop may open a run for each of its turns
-                self.warn_once("params", "%s: run %s: %s, the last ones", self._title, self.id, kept)
+            # A loop may open a run for each of its turns: then it is said once.
+            subject = ", ".join(others) if self._told_status is None else "params"
+            text = "%s: run %s: params keep their first values, and the tags %s* have those of this attempt: %s"
+            self.warn_once(subject, text, self._title, self.id, PARAMS_TAG, listed([*others]))
             self._other_params.update(others)
             self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
         return {**values, **first}
@@ -200,15 +197,10 @@ class MlflowHandle(OutboxHandle):
         limit = self.end_limit()
         if self._monitor is not None:  # in an outage, its last request takes minutes
             run_with_timeout(_STOP_S, self._monitor.finish)
-        limit.asks = self._answers
-        if not vendor.flush_own_rows(lambda: limit.lasts() and limit.left_s > self.request.config.finish_timeout_s / 2):
-            self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
-        limit.asks = None  # the outbox tells what moves
+        half_s = limit.left_s / 2
+        if not run_while(lambda: limit.left_s > half_s, vendor.flush_own_rows):
+            self._warn("has rows of MLflow's own asynchronous logging that it sends when the process ends")
         self.close_outbox(exit_code, limit)
-
-    def _answers(self) -> bool:
-        service = Service(self.uri, time.monotonic() + _ANSWER_S, is_known=True)
-        return bool(service.ask(lambda client: client.get_run(self.opened.run.info.run_id)))
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
         end_run(self.request, self.uri, self.opened, exit_code, timeout_s)
@@ -316,11 +308,8 @@ def _values_of(line: Line) -> dict[str, str]:
 
 def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
     """Return the request for rows in files, which another process sends later to `place`."""
-    config, left_out = request.config, {"log_system_metrics"}  # that process runs on another machine
-    if "experiment_id" in place:
-        left_out.add("experiment_name")
-    options = {name: value for name, value in config.options.items() if name not in left_out}
-    return replace(request, config=replace(config, options={**options, **place}))
+    config = request.config
+    return replace(request, config=replace(config, options={**config.options, **place}))
 
 
 class Logging(Run):
@@ -352,13 +341,6 @@ class Logging(Run):
     def url(self) -> str | None:
         """The run's page; None if the runs are in a database of this machine."""
         return run_page(self._handle.request.config, self._handle.uri, self.info.experiment_id, self.run_id)
-
-    @property
-    def client(self) -> Any:
-        """An `MlflowClient` of the run's server."""
-        from mlflow import MlflowClient
-
-        return MlflowClient(self._handle.uri)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self.log(metrics, step)
@@ -459,8 +441,10 @@ def _keep_experiment(given: Mapping[str, Any]) -> Any:
     """Return the run's experiment for a `mlflow.set_experiment` while a run is open: its nested runs are in it."""
     if not _open:
         return None
+    from mlflow import MlflowClient
+
     run = _open[-1][0]
-    experiment = run.client.get_experiment(run.info.experiment_id)
+    experiment = MlflowClient(run._handle.uri).get_experiment(run.info.experiment_id)
     known = {"experiment_name": experiment.name, "experiment_id": experiment.experiment_id}
     for name in known:
         if given.get(name) not in (None, known[name]):

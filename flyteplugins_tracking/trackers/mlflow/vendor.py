@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from flyteplugins_tracking._util.modules import replace_function, when_loaded
 from flyteplugins_tracking._util.text import first_line, without_credentials
-from flyteplugins_tracking._util.threads import call_within, run_while, wait_until
+from flyteplugins_tracking._util.threads import call_within, wait_until
 from flyteplugins_tracking.trackers import outbox
 from flyteplugins_tracking.trackers.idle import IDLE, tell_row, undo_later
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
@@ -53,20 +53,12 @@ _FINAL = (
 
 
 class UnavailableError(outbox.AwayError):
-    """The server cannot be used now. It may answer later."""
-
-    fix = "Check tracking_uri= or MLFLOW_TRACKING_URI, and the network."
-
-
-class UnauthorizedError(UnavailableError):
-    """The server does not take the credentials. A token may be renewed."""
+    """The server cannot be used now. It may answer later, or take another key."""
 
     fix = (
-        "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; or pass secret= to "
-        "tracking_init."
+        "Check tracking_uri= or MLFLOW_TRACKING_URI, the network, and the key: secret= of tracking_init, "
+        "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
     )
-    patience = 0.0  # no other key will come
-    is_outage = False
 
 
 class RejectedError(outbox.RejectedError):
@@ -161,12 +153,10 @@ class Service:
             response = send()
         except MlflowException as error:  # its text has the address, and perhaps a password
             cause = type(error.__cause__ or error.__context__ or error).__name__
-            # If nothing takes connections, the address is probably wrong: half of the time is enough.
-            patience = 0.5 if cause == "ConnectionError" else 1.0
-            raise UnavailableError(f"{self.host} does not answer ({cause})", patience) from None
+            raise UnavailableError(f"{self.host} does not answer ({cause})") from None
         status = response.status_code
         if status in (401, 403):
-            raise UnauthorizedError(f"{self.host} does not take the credentials (HTTP {status})")
+            raise UnavailableError(f"{self.host} does not take the credentials (HTTP {status})", is_outage=False)
         if outbox.may_pass(status):
             raise UnavailableError(f"{self.host} answers with HTTP {status}")
         try:
@@ -189,7 +179,7 @@ class Service:
         if isinstance(error, MlflowException):
             code, text = error.error_code, _first_line(error.message)
             if code in _UNAUTHORIZED:
-                return UnauthorizedError(text)
+                return UnavailableError(text, is_outage=False)
             return RejectedError(text) if code in _FINAL else UnavailableError(text)
         text = f"{type(error).__name__}: {_first_line(str(error))}"
         # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
@@ -244,15 +234,12 @@ def _first_line(text: str) -> str:
     return first_line(text.strip() or "no reason given")[:500]
 
 
-def flush_own_rows(lasts: Callable[[], bool]) -> bool:
-    """Have MLflow send the rows of its own asynchronous logging. Returns whether it did so while `lasts` held."""
+def flush_own_rows() -> None:
+    """Have MLflow send the rows of its own asynchronous logging."""
     from mlflow import flush_async_logging
 
-    def flush() -> None:
-        with suppress(Exception):  # of a version that flushes active queues only
-            flush_async_logging()
-
-    return run_while(lasts, flush)
+    with suppress(Exception):  # of a version that flushes active queues only
+        flush_async_logging()
 
 
 def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:

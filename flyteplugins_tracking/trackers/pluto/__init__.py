@@ -88,8 +88,8 @@ class PlutoTracker(Tracker):
         return keep_idle(self.name, config, info)
 
     def diagnose(self) -> Diagnosis:
-        servers = {name: _variable(f"URL_{name}") for name in ("APP", "API", "INGEST", "PY")}
-        address, folder = without_credentials(servers["API"] or _API), _variable("DIR") or os.curdir
+        servers = {name: _variable(name) for name in ("url_app", "url_api", "url_ingest", "url_py")}
+        address, folder = without_credentials(servers["url_api"] or _API), _variable("dir") or os.curdir
         key = diagnostics.find_key("PLUTO_API_KEY", "MLOP_API_TOKEN", elsewhere=dict([stored_key()]))
         text, fix = f"Pluto keeps its files in {folder}", "export PLUTO_DIR=/a/directory"
         problems = list(diagnostics.check_directory(folder, "error", text, fix))
@@ -97,7 +97,7 @@ class PlutoTracker(Tracker):
             text = "there is no API key: PLUTO_API_KEY is not set, and `pluto login` has not stored a key in a file"
             fix = "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init"
             problems.append(Diagnostic("error", f"Pluto: {text}", fix))
-        missing = [f"PLUTO_URL_{name}" for name, value in servers.items() if not value]
+        missing = [f"PLUTO_{name.upper()}" for name, value in servers.items() if not value]
         if missing and len(missing) < len(servers):
             text = f"{', '.join(missing)} not set, but the others are: a part of each run goes to Pluto's own servers"
             fix = f"export {' '.join(f'{name}=...' for name in missing)}"
@@ -150,7 +150,8 @@ def _app(config: TrackingConfig) -> str:
 
 
 def _variable(name: str) -> str | None:
-    return os.environ.get(f"PLUTO_{name}") or os.environ.get(f"MLOP_{name}")
+    """Return the client's setting of this name that a variable has."""
+    return os.environ.get(f"PLUTO_{name.upper()}") or os.environ.get(f"MLOP_{name.upper()}")
 
 
 def _check_id(run_id: str | None, argument: str) -> None:

@@ -55,7 +55,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         return _init(request, settings), queue
     try:
         vendor.prepare(settings, _key(settings, request), queue)
-        _await_service(settings, request, queue)
+        _await_service(settings, request)
         os.makedirs(settings.dir, exist_ok=True)
         op = _init_in_time(request, settings)
         vendor.check_run(op)
@@ -68,8 +68,6 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
                 is_outage=not isinstance(error, PermissionError),
             ) from error
         raise
-    if request.plan.primary:
-        client.warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(client.run_config(request)))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
         queue.post("notes/update", {"notes": request.config.notes[:1000]})
     return op, queue
@@ -133,10 +131,10 @@ def _stored_key() -> str | None:
     return None
 
 
-def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
+def _await_service(settings: Any, request: RunRequest) -> None:
     """Wait until the service answers. Other ranks than the primary wait until that one has made the run.
 
-    The rank that comes first would give the run its name. What the run's config is goes to the queue.
+    The rank that comes first would give the run its name.
 
     Raises:
         UnavailableError: The service does not answer, or refuses the key.
@@ -149,17 +147,15 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
         try:
             answer = service.post("/api/runs/resume", body)
             status = answer.status_code
-            number = int(answer.json()["runId"]) if status < 300 else None
+            if status < 300:
+                int(answer.json()["runId"])
+        except (ValueError, KeyError, TypeError):
+            raise UnavailableError(f"it does not answer as Pluto does: check the address, {limit}") from None
         except Exception as error:
-            kind = type(error).__name__
-            is_page = isinstance(error, (ValueError, KeyError, TypeError))
-            text = "it does not answer as Pluto does: check the address" if is_page else f"{kind}: {error}"
-            raise UnavailableError(f"{text}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
+            raise UnavailableError(f"{type(error).__name__}: {error}, {limit}") from None
         _check_status(status, limit)
         if status == 404 and not request.plan.ends_run:
             raise UnavailableError(f"the primary rank has not created the run, {limit}")
-        if number is not None:
-            queue.found = service.config_of(number) or {}
         return True
 
     until(request.deadline, is_there)

@@ -51,16 +51,14 @@ class Service:
         headers = {**vendor.request_headers(self._settings), "Content-Type": _NDJSON if is_ingest else _JSON}
         return self._client.post(f"{server}{path}", content=content.encode(), headers=headers, timeout=self._limit_s())
 
-    def config_of(self, number: int) -> Mapping[str, Any] | None:
-        """Return the config of the run with this number at the service; None if the service does not say."""
-        address, project = f"{self._settings.url_api}/api/runs/details/{number}", self._settings.project
+    def answers(self, number: int) -> bool:
+        """Whether the service says something of the run with this number."""
+        address, query = f"{self._settings.url_api}/api/runs/details/{number}", {"projectName": self._settings.project}
         try:
-            headers, query = vendor.request_headers(self._settings), {"projectName": project}
-            answer = self._client.get(address, params=query, headers=headers, timeout=self._limit_s())
-            config = answer.json().get("config")
-            return dict(json.loads(config) if isinstance(config, str) else config or {})
+            headers = vendor.request_headers(self._settings)
+            return bool(self._client.get(address, params=query, headers=headers, timeout=self._limit_s()).is_success)
         except Exception:
-            return None
+            return False
 
     def _limit_s(self) -> float:
         left_s = REQUEST_S if self.deadline is None else self.deadline - time.monotonic()
@@ -125,7 +123,7 @@ class PlutoSink:
 
     def answers(self) -> bool:
         """Whether a file is being uploaded, and the service answers meanwhile."""
-        return self._is_uploading and self._service.config_of(self._op.id) is not None
+        return self._is_uploading and self._service.answers(self._op.id)
 
     def post_end(self, status: str, timeout_s: float) -> None:
         """Send the run's end.

@@ -171,13 +171,11 @@ class Queue:
     Attributes:
         op: The run, as soon as it exists.
         directory: The directory of the client's files.
-        found: The config that the run has had before it was opened, as far as the service says.
     """
 
     def __init__(self, directory: str, sends_system_metrics: bool) -> None:
         self.op: Any = None
         self.directory = directory
-        self.found: Mapping[str, Any] = {}
         self._sends_system_metrics = sends_system_metrics
         self._samples = 0
         self._waiting: list[Line] = []  # from the opening of the run

@@ -64,15 +64,18 @@ class TrackioTracker(Tracker):
             only_value, reason = _ONLY.get(name, (None, _REFUSED.get(name)))
             if reason is not None and value is not None and value != only_value:
                 raise ConfigError(f"Trackio does not support {name}={value!r}: {reason}")
-        check_server(config.options.get("server_url"))
-        if config.id is not None and "," in config.id:
-            raise ConfigError(
-                f"id={config.id!r} must not contain a comma: it would end the id in the address of Trackio's page"
-            )
         for key in config.config if isinstance(config.config, Mapping) else ():
             if key.startswith("_"):
                 raise ConfigError(
                     f"config= has the key {key!r}, and Trackio itself uses those that begin with _: rename it"
+                )
+        url = config.options.get("server_url")
+        if url is not None:
+            check_address(url)
+            if "write_token" in url or has_credentials(url):
+                raise ConfigError(
+                    "server_url= holds a token, which would be pickled with the task: pass secret=..., or set "
+                    "TRACKIO_WRITE_TOKEN or TRACKIO_SERVER_URL where the task runs"
                 )
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
@@ -145,22 +148,6 @@ def check_address(url: object) -> None:
         raise ConfigError(
             "server_url= or TRACKIO_SERVER_URL must be an address that begins with https:// or http://, as in "
             "server_url='https://trackio.example.com'"
-        )
-
-
-def check_server(url: object) -> None:
-    """Refuse a `server_url=` that is not an address, or holds a token.
-
-    Raises:
-        ConfigError: The address cannot be used.
-    """
-    if url is None:
-        return
-    check_address(url)
-    if "write_token" in str(url) or has_credentials(str(url)):
-        raise ConfigError(
-            "server_url= holds a token, which would be pickled with the task: pass secret=..., or set "
-            "TRACKIO_WRITE_TOKEN or TRACKIO_SERVER_URL where the task runs"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from importlib.util import find_spec
@@ -12,11 +11,7 @@ from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import (
-    new_id,
-    run_config,
-    warn_of_changes,
-)
+from flyteplugins_tracking.trackers.client import new_id, run_config
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.trackio import (
@@ -28,8 +23,6 @@ from flyteplugins_tracking.trackers.trackio import (
 )
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write, is_outage
 from flyteplugins_tracking.trackers.trackio.store import Database, Server, Store, Stored
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT_PROJECT = "default"
 _PASSED_ON = ("webhook_url", "webhook_min_level", "cpu_log_interval", "gpu_log_interval")
@@ -58,7 +51,7 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     vendor.check_project(project)
     request = replace(request, plan=replace(request.plan, run_id=request.plan.run_id or new_id()))
     client = None if url is None else _client(url, token, request.deadline)
-    store = _local_store(project, request) if url is None else Server(url, client, project)
+    store = _local_store(project) if url is None else Server(url, client, project)
     stored = _find(store, request)
     run = _new_run(request, project, stored, url, client)
     try:
@@ -72,8 +65,6 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
     config, options, is_primary = request.config, request.config.options, request.plan.primary
     known = {} if stored is None else stored.config
     given = run_config(request)
-    if is_primary:
-        warn_of_changes("Trackio", request.plan.run_id, known, given)
     # Trackio has no other place for these.
     own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes} if is_primary else {}
     own = {**own_values(known), **own_values(given), **{key: value for key, value in own.items() if value is not None}}
@@ -122,10 +113,8 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
     )
 
 
-def _local_store(project: str, request: RunRequest) -> Store:
-    kept_as, directory = "".join(c for c in project if c.isalnum() or c in "-_"), default_directory()
-    if kept_as != project and request.plan.primary:
-        logger.warning("Trackio: project %r is kept as %r, together with other projects of this name", project, kept_as)
+def _local_store(project: str) -> Store:
+    directory = default_directory()
     try:
         os.makedirs(directory, exist_ok=True)
         return Database(vendor.database(project))
