@@ -197,6 +197,7 @@ class Watcher:
         Raises:
             ValueError: A directory is not there any more.
         """
+        datastore.close()
         found = self._find()
         _require_directories([path for path in self._paths if path not in self._away])  # what has vanished has no runs
         for key in [key for key, run in self.runs.items() if not (key in found or run.is_busy or self._away)]:
@@ -290,9 +291,7 @@ def _require_directories(paths: Sequence[Path]) -> None:
 
 def _is_described(directory: Path) -> bool:
     """Whether W&B's client has written which run it is, and a row. A journal may be long, and is not read for that."""
-    if datastore.description(directory) is None:
-        return False
-    return datastore.contents_of(directory, is_whole=False).first is not None
+    return datastore.description(directory) is not None and datastore.head_of(directory).first is not None
 
 
 def _name_of(directory: Path) -> str:

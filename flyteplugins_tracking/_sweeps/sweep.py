@@ -301,12 +301,12 @@ def _configuration(arguments: Mapping[str, Any], tracking_arguments: Mapping[str
 def _create(configuration: Mapping[str, Any]) -> dict[str, Any]:
     import wandb
 
-    from flyteplugins_tracking.trackers.wandb.vendor import without_error_reports
+    from flyteplugins_tracking.trackers.wandb.vendor import disable_error_reports
 
     sweep_config = {name: value for name, value in configuration.items() if name in _KEYS}
     location = {name: configuration.get(name) for name in ("project", "entity")}
-    with without_error_reports():
-        sweep_id = wandb.sweep(sweep_config, **location, prior_runs=configuration.get("prior_runs"))
+    disable_error_reports()
+    sweep_id = wandb.sweep(sweep_config, **location, prior_runs=configuration.get("prior_runs"))
     # `wandb.sweep` sets the variables to the project and entity that the server chose.
     actual_location = {name: os.environ.get(f"WANDB_{name.upper()}") or location[name] for name in location}
     return {"id": sweep_id, **{name: value for name, value in actual_location.items() if value}}

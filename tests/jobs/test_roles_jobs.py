@@ -337,26 +337,6 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
-@pytest.mark.full
-def test_the_summary_has_what_a_role_has_set_after_its_owners_restart(job):
-    """The owner resumes with the summary that the run had before."""
-    owner = job.start(roles=ROLES, rows=1, ends="never")
-    job.wait("open-owner", owner)
-    role = job.start("rollout-0", rows=5, ends="stop-role")
-    job.server.wait_for(lambda: job.server.runs[0].summary.get("rollout-0/rank0") == 4)
-    job.kill("owner", owner)
-    (job.directory / "open-owner").unlink()
-    owner = job.start(roles=ROLES, first=1, rows=1, ends="stop")
-    job.wait("open-owner", owner)
-    job.go("stop-role")
-    assert job.finish(role).returncode == 0
-    job.go("stop")
-    assert job.finish(owner).returncode == 0
-    (run,) = job.server.runs
-    assert [run.summary[f"roles/{name}/state"] for name in ("owner", "rollout-0")] == ["finished"] * 2
-    assert (run.summary["rank0"], run.summary["rollout-0/rank0"]) == (1, 4)
-
-
 @pytest.mark.wide
 def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})
@@ -398,7 +378,7 @@ def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
 
 @pytest.mark.wide
 def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(job):
-    """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
+    """What W&B answers to the role is from before the owner's end, until 4 s after the role's own end."""
     owner = job.start(roles=ROLES, rows=3, ends="stop", how="exit 3")
     job.wait("open-owner", owner)
     (run,) = job.server.wait_for(lambda: [run for run in job.server.runs if "roles/owner/state" in run.summary])
@@ -407,8 +387,7 @@ def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(j
     assert job.finish(owner).returncode == 3
     role = job.start("rollout-0", rows=3)
     job.server.wait_for(lambda: any("roles/rollout-0/exit_code" in row for row in run.rows))
-    asked = job.server.operations.count("RunSampledHistory")
-    job.server.wait_for(lambda: job.server.operations.count("RunSampledHistory") > asked)
+    time.sleep(4)  # W&B's answers are 2 to 4 s old
     run.shown_until = None
     done = job.finish(role)
     assert done.returncode == 0, done.output

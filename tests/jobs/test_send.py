@@ -269,8 +269,6 @@ OWN = "http://127.0.0.1:9"
         ("pluto", {"settings": {"host": "example.com"}}, "PLUTO_URL_APP=http://example.com:3000"),
         ("trackio", {"server_url": "http://example.com/a b"}, "TRACKIO_SERVER_URL='http://example.com/a b'"),
         ("trackio", {"server_url": OWN}, f"TRACKIO_SERVER_URL={OWN}"),  # the server of another tracker
-        ("wandb", {"settings": {"base_url": "http://example.com"}}, "WANDB_BASE_URL=http://example.com"),
-        ("wandb", {"host": "http://example.com"}, "WANDB_BASE_URL=http://example.com"),
     ],
 )
 def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(

@@ -56,6 +56,8 @@ def log_attempt(directory: Path, number: int, how: str, server: WandbServer) -> 
     process = start_attempt(directory, number, how, server)
     if "kill" in how:
         wait_until(lambda: (directory / "reports" / f"attempt-{number}").exists(), process)
+        if "written" in how:  # else the local time in its directory's name, of another zone, tells its place
+            wait_until(lambda: all(one.stat().st_size > 500 for one in directory.glob("wandb/*/*.wandb")), process)
         kill_with_children(process.pid)
     return jobs.finish(process, directory).output
 
@@ -75,7 +77,7 @@ def assert_each_row_once(run: RecordedRun, counts: Sequence[int]) -> None:
 def test_the_directory_of_the_last_offline_attempt_is_sent_with_the_earlier_ones(tmp_path):
     """The last lines of an attempt name its own directory."""
     with WandbServer() as server:
-        for number, how in enumerate(["offline raise", "offline kill", "offline"]):
+        for number, how in enumerate(["offline raise", "offline kill written", "offline"]):
             log_attempt(tmp_path, number, how, server)
         last = sorted((tmp_path / "wandb").glob("offline-run-*"))[0]  # its local time is that of another zone
         done = jobs.run([*COMMAND[:-1], last], tmp_path, server.environment)

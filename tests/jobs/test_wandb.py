@@ -346,7 +346,7 @@ def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path):
         assert done.returncode == 0, done.output
         assert "wandb-core has died" in done.output
         (run,) = server.runs
-        assert [row["x"] for row in run.rows] == [0, 1, 2, 3], done.output
+        assert [row["x"] for row in run.rows] == [0, 1, 2, 3, 4], done.output
         assert (run.exit_codes[-1], run.state) == (0, "finished")
         assert run.summary["best"] == 5
 

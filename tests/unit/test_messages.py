@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 
 import pytest
-import wandb
 from support.away import Away, log
 
 from flyteplugins_tracking import DistributedInfo, override_distributed_info, tracking_init
@@ -53,7 +52,9 @@ def test_the_first_primary_prints_how_to_look_at_the_run(capsys, run_mode):
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_the_last_line_of_an_offline_run_shows_and_sends_it(bare_environment, tmp_path, capfd, is_silent):
+def test_the_last_lines_of_an_offline_run_say_how_to_send_it(bare_environment, tmp_path, capfd, is_silent):
+    import wandb
+
     # Whatever W&B has read of the environment of an earlier test.
     settings = wandb.Settings(mode="offline", silent=is_silent)
     place = tmp_path / "my logs"
@@ -64,13 +65,11 @@ def test_the_last_line_of_an_offline_run_shows_and_sends_it(bare_environment, tm
         pass
 
     train()
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("wandb: to look at run local: ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "flyteplugins-tracking send" in line]
     assert len(lines) == (not is_silent)
     for line in lines:
-        view, send = line.removeprefix("wandb: to look at run local: ").split("; to send it: ")
-        assert shlex.split(view) == ["wandb", "leet", str(place / "wandb")]
         (directory,) = (place / "wandb").glob("offline-run-*-local")
-        assert shlex.split(send)[-1] == str(directory)
+        assert shlex.split(line)[-1] == str(directory)
 
 
 def test_a_run_in_files_says_how_to_send_it_with_a_command_for_a_shell_whatever_the_id_is(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import time
 import zlib
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 from support.offline_wandb import open_run
 from support.users import NOBODY, needs_root
-from wandb.proto.wandb_internal_pb2 import PartialHistoryRequest, Record
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -53,6 +53,8 @@ def journal_in(directory: Path, place, rows, name: str = "rows-1", step: int | N
 
 def serialized(values: Mapping[str, Any]) -> bytes:
     """A row as W&B's client serializes it."""
+    from wandb.proto.wandb_internal_pb2 import PartialHistoryRequest
+
     row = PartialHistoryRequest()
     for key, value in values.items():
         row.item.add(key=key, value_json=json.dumps(value))
@@ -92,6 +94,17 @@ def request_of() -> Any:
 
 def handle_of(run) -> WandbHandle:
     return WandbHandle(run, None, request_of())
+
+
+def values_of(row: datastore.Row) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in row.items:
+        *parents, key = item.nested_key or [item.key]
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[key] = json.loads(vendor.json_of(item))
+    return values
 
 
 def rows_since(attempt: Attempt, step: int) -> list[Any]:
@@ -159,16 +172,15 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
     directory = outbox.run_directory(run)
     kept = list(Attempt.at(directory).rows())
     assert [row.step for row in kept] == [0, 1, 9, 12]
-    assert [sorted(row.values) for row in kept[1:3]] == [["_timestamp", "a", "b"]] * 2
-    assert rows_since(Attempt.at(directory), 9) == kept[2:] or math.isnan(kept[2].values["b"])
+    assert [sorted(row.columns) for row in kept[1:3]] == [["_timestamp", "a", "b"]] * 2
+    assert [row.step for row in rows_since(Attempt.at(directory), 9)] == [9, 12]
     ended(directory)
     (file,) = directory.glob("*.wandb")
     records = map(vendor.parse_record, records_in(file))
     in_file = [datastore.row_of(record) for kind, record in records if kind == "history"]
-    assert [(row.step, row.time, str(row.values)) for row in kept] == [
-        (row.step, row.time, str({key: row.values[key] for key in kept_row.values}))
-        for row, kept_row in zip(in_file, kept, strict=True)
-    ]
+    as_read = [[(row.step, row.time, str(sorted(values_of(row).items()))) for row in rows] for rows in (kept, in_file)]
+    assert as_read[0] == as_read[1]
+    assert [[row.number_in("a") for row in rows] for rows in (kept, in_file)] == [[1, 3, 4, 7]] * 2
 
 
 def test_a_row_that_is_logged_after_the_end_stands_behind_the_one_that_the_end_completes(run):
@@ -180,7 +192,7 @@ def test_a_row_that_is_logged_after_the_end_stands_behind_the_one_that_the_end_c
     made.close()
     run.finish()
     kept = Attempt.at(outbox.run_directory(run)).rows()
-    assert [(row.step, row.values.keys() & {"a", "b"}) for row in kept] == [(0, {"a"}), (1, {"b"})]
+    assert [(row.step, row.columns & {"a", "b"}) for row in kept] == [(0, {"a"}), (1, {"b"})]
 
 
 def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has(run):
@@ -196,11 +208,13 @@ def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has
     rows = [({"n": number, "_timestamp": 1.7e9 + number}, None) for number in (0, 2, 4, 7, 8)]
     journal_in(directory, Place.of(run), rows, "rows-1", step=None)
     attempt = Attempt.at(directory)
-    assert [(row.step, row.values["n"]) for row in rows_since(attempt, 4)] == [(4, 4), (5, 5), (6, 7), (7, 8)]
+    assert [(row.step, values_of(row)["n"]) for row in rows_since(attempt, 4)] == [(4, 4), (5, 5), (6, 7), (7, 8)]
 
 
 def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlier, tmp_path):
     """Neither by a path that leaves the directory, nor through a link in it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     (tmp_path / "id_rsa").write_text("key")
     (earlier / "id_rsa").write_text("key")
     media = earlier / "files" / "media"
@@ -362,6 +376,37 @@ def test_a_file_is_read_on_while_it_is_written(tmp_path):
         found += [record for _, record in new]
         position = new[-1][0] if new else position
     assert found == payloads
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_last_rows_below_a_step_are_found_without_reading_the_file(tmp_path, is_damaged):
+    """Rows of a few bytes and of several blocks, with steps left out, and much else between and behind them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    numbers, payloads, steps = random.Random(1), list[bytes](), list[int]()
+    for _ in range(120):
+        record = Record()
+        if numbers.random() < 0.3:
+            steps.append((steps[-1] if steps else 0) + numbers.choice([1, 1, 7]))
+            size = numbers.choice([1, 100, 20_000, 90_000])
+            record.history.item.add(nested_key=["_step"], value_json=str(steps[-1]))
+            record.history.item.add(nested_key=["text"], value_json=json.dumps("x" * size))
+        else:
+            record.output_raw.line = "x" * numbers.choice([1, 9_000])
+        payloads.append(record.SerializeToString())
+    data = blocks_of(payloads)
+    if is_damaged:
+        data[len(data) // 2 : len(data) // 2 + 40_000] = bytes(40_000)
+    file = tmp_path / "run-x.wandb"
+    file.write_bytes(data)
+    kept = [mark.step for mark in datastore.marks_in(file)]
+    assert (kept == steps) is not is_damaged
+    for below in [*range(steps[-1] + 3), math.inf]:
+        found = datastore.last_rows(tmp_path, below)
+        assert [mark.step for mark in found] == [step for step in kept if step < below][-len(found) or len(kept) :]
+        assert found or below <= kept[0]
+        if found:  # reading on from there gives that row first
+            assert next(datastore.marks_in(file, found[-1].position)).step == found[-1].step
 
 
 def test_the_place_of_a_run_is_stored_without_the_servers_password():

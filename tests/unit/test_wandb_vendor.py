@@ -72,7 +72,8 @@ def test_rows_and_records_have_every_part(run, no_warning):
     vendor.on_records(run, publish, lambda deliver, record: (asked.append(record), deliver(record))[1])
     run.log({'a"b': 0.5, "nested": {"a": 1}}, step=3)
     run.log({"x": 1}, commit=False)
-    row = vendor.parse_row(kept[0].SerializeToString())
+    items = vendor.parse_row(kept[0].SerializeToString()).item
+    row = {item.key: json.loads(vendor.json_of(item)) for item in items}
     assert (row['a"b'], row["nested"], kept[0].step.num, kept[0].HasField("action")) == (0.5, {"a": 1}, 3, False)
     assert row["_timestamp"] > 1e9
     assert (kept[1].HasField("step"), kept[1].action.flush) == (False, False)
@@ -200,8 +201,8 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     names = ("x_label", "x_sync_dir_suffix", "run_group", "run_job_type", "run_name", "run_notes")
     vendor.set_required(settings, **dict.fromkeys(names, ""), x_primary=True, x_update_finish_state=True, run_tags=())
     monkeypatch.delenv("WANDB_ERROR_REPORTING", raising=False)
-    with vendor.without_error_reports():
-        assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+    vendor.disable_error_reports()
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     assert vendor.has_credentials("http://127.0.0.1:9") is False
 
 

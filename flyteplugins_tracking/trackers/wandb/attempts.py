@@ -18,17 +18,16 @@ import contextlib
 import functools
 import glob
 import json
+import math
 import re
 import socket
 import time
-from array import array
 from binascii import a2b_base64
-from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +37,15 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
 from flyteplugins_tracking.trackers.journal import StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
-from flyteplugins_tracking.trackers.wandb.datastore import Row
+from flyteplugins_tracking.trackers.wandb.datastore import Mark, Row
 
 _OFFLINE = "offline-"
 # What an artifact's record in a journal begins with, and one of JSON. That of a row begins with numbers.
 ARTIFACT, _JSON, RECORD = b"artifact", b"{", b"record"
 # The records of W&B's client that set something in a run, which a journal has too.
 SETTING = ("config", "summary", "metric", "run", "files")
+# Those that are read too if they are before the first row that is.
+_LASTING = ("run", "config", "metric", "environment")
 # How long after the last rows were sent W&B's count of them may be wrong.
 LATE_S = 6.0
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
@@ -147,8 +148,8 @@ class Attempt:
     def column(self) -> str | None:
         """The column with the numbers of its rows; None if they have steps."""
         known: str | None = self.header("column")
-        if known is None and (first := datastore.contents_of(self.directory, is_whole=False).first) is not None:
-            known = next((key for key in first.values if key.startswith("roles/") and key.endswith("/row")), None)
+        if known is None and (first := datastore.head_of(self.directory).first) is not None:
+            known = next((key for key in first.columns if key.startswith("roles/") and key.endswith("/row")), None)
         return known
 
     @property
@@ -162,7 +163,7 @@ class Attempt:
         in_headers = (one.header["exit_code"] for one in self.journals if "exit_code" in one.header)
         for code in chain(in_headers, self.kept.exit_codes):
             return int(code)
-        return self.contents.exit_code  # a copy may have a journal that its process has removed, cut off
+        return datastore.exit_code_of(self.directory)  # a copy may have a journal that its process has removed, cut off
 
     @property
     def base(self) -> int | None:
@@ -185,7 +186,9 @@ class Attempt:
         metric = self.header("step_metric")
         if not base or metric is None or not self._is_placed:
             return row._replace(step=row.step + base)
-        return Row(row.step + base, {metric: row.step, RESTART_COUNT: self.header(RESTART_COUNT), **row.values})
+        own = {metric: row.step, RESTART_COUNT: self.header(RESTART_COUNT)}
+        new = [vendor.item_of(key, value) for key, value in own.items() if key not in row.columns]
+        return Row(row.step + base, row.time, [*new, *row.items], row.columns | own.keys())
 
     @functools.cached_property
     def _is_placed(self) -> bool:
@@ -194,10 +197,10 @@ class Attempt:
 
     # What it has
 
-    @property
-    def contents(self) -> datastore.Contents:
-        """What W&B's file says."""
-        return datastore.contents_of(self.directory)
+    @functools.cached_property
+    def saved(self) -> tuple[list[str], list[bytes]]:
+        """The names of the files and the artifacts that W&B's file has."""
+        return datastore.saved_in(self.directory)
 
     @functools.cached_property
     def kept(self) -> Kept:
@@ -205,7 +208,7 @@ class Attempt:
         settings, artifacts, exit_codes = list[tuple[str, Any, bytes]](), list[bytes](), list[int]()
         summary: dict[tuple[str, ...], Any] = {}
         is_late = has_late = False
-        for one in self._in_order():
+        for one in self.journals:
             is_late = is_late or "exit_code" in one.header
             for entry in one.entries():
                 head, _, text = entry.data.partition(b" ")
@@ -228,25 +231,24 @@ class Attempt:
     @property
     def first(self) -> Row | None:
         """Its first row; None if it has none."""
-        return datastore.contents_of(self.directory, is_whole=False).first or next(self._kept(0), None)
+        return datastore.head_of(self.directory).first or next(self._kept(0), None)
 
-    def rows(self) -> Iterator[Row]:
-        """Yield its rows, in their order."""
-        return (row for kind, row, _ in Reading(self).records() if kind == "history")
+    def rows(self, since: int = 0) -> Iterator[Row]:
+        """Yield its rows, in their order, from one before the step `since` on."""
+        return (row for kind, row, _ in Reading(self, since).records() if kind == "history")
+
+    def last_rows(self, below: float = math.inf) -> list[Mark]:
+        """Return the last rows below a step: of those that only a journal has, the last one alone."""
+        in_file = datastore.last_rows(self.directory)
+        if in_file and in_file[-1].step >= below:
+            return datastore.last_rows(self.directory, below)
+        kept = deque(takewhile(lambda row: row.step < below, self.kept_rows()), 1)
+        return [*in_file, *(Mark(row.step, row.time, 0) for row in kept)]
 
     @functools.cached_property
-    def marks(self) -> tuple[array[int], array[float]]:
-        """The steps and the times of its rows."""
-        steps, times = self.contents.steps[:], self.contents.times[:]
-        for row in self.kept_rows():
-            steps.append(row.step)
-            times.append(row.time)
-        return steps, times
-
-    @property
     def last_at(self) -> float:
         """When it has logged its last row, in seconds since the epoch; if it has none, when it was begun."""
-        return max(self.marks[1], default=start_of(self.directory)[0])
+        return max((row.time for row in self.last_rows()), default=start_of(self.directory)[0])
 
     def kept_rows(self, since: int = 0) -> Iterator[Row]:
         """Yield the rows that only journals have, behind the last one that the file has.
@@ -254,37 +256,35 @@ class Attempt:
         That row tells which these are, if the process knows the steps of its rows. If others log too, such as forked
         children and TensorBoard, or if the rows have numbers, the times of the file's rows tell.
         """
-        contents = self.contents
-        if not contents.steps:
+        in_file = datastore.last_rows(self.directory)
+        if not in_file:
             return self._kept(since)
-        last = (contents.steps[-1], contents.times[-1])
+        last = in_file[-1]
         steps = [step for one in self.journals if (step := one.header.get("step")) is not None]
         if len(steps) == len(self.journals):
-            if last[0] < min(steps, default=0):  # behind the end of the run: what was before it has arrived
+            if last.step < min(steps, default=0):  # behind the end of the run: what was before it has arrived
                 return self._kept(0)
-            kept = self._kept(last[0])
-            if (same := next(kept, None)) is not None and (same.step, same.time) == last:
+            kept = self._kept(last.step)
+            if (same := next(kept, None)) is not None and (same.step, same.time) == last[:2]:
                 return kept
-        rows = list(self._kept(0))
-        new = rows[behind([row.time for row in rows], contents.times) :]
-        return (row._replace(step=last[0] + 1 + place) for place, row in enumerate(new))
+        rows, file = list(self._kept(0)), datastore.file_in(self.directory)
+        known = [] if file is None else [mark.time for mark in datastore.marks_in(file)]
+        new = rows[behind([row.time for row in rows], known) :]
+        return (row._replace(step=last.step + 1 + place) for place, row in enumerate(new))
 
     def _kept(self, since: int) -> Iterator[Row]:
-        return chain.from_iterable(rows_of(journal, since) for journal in self._in_order())
-
-    def _in_order(self) -> list[StoredJournal]:
-        return sorted(self.journals, key=lambda one: int(one.header.get("part") or 0))
+        return chain.from_iterable(rows_of(journal, since) for journal in self.journals)
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that it has logged, and W&B may lack."""
-        in_file = self.contents.artifacts if is_unsent(self.directory) else ()
+        in_file = self.saved[1] if is_unsent(self.directory) else ()
         yield from map(vendor.KeptArtifact.of, chain(self.kept.artifacts, in_file))
 
     def saved_files(self) -> dict[str, Path]:
         """Return where the files are that it has saved, by their names: also those of rows, such as images."""
         has_unsent = self.journals or is_unsent(self.directory)
         in_journals = (item.path for kind, record, _ in self.kept.settings if kind == "files" for item in record.files)
-        return {name: self.directory / "files" for name in (*self.contents.files, *in_journals) if has_unsent}
+        return {name: self.directory / "files" for name in (*self.saved[0], *in_journals) if has_unsent}
 
     def mark_sent(self, size: int | None = None) -> None:
         """Note that W&B has everything. `size` is that of the file when it was read, if it may have grown since."""
@@ -302,12 +302,19 @@ class Reading:
         attempt: The attempt.
     """
 
-    def __init__(self, attempt: Attempt, since: int = 0) -> None:
-        """Begin at its first row, or at one before the step `since`."""
+    def __init__(self, attempt: Attempt, since: int = 0, *, is_whole: bool = False) -> None:
+        """Begin at its first row, or at one before the step `since`.
+
+        Args:
+            attempt: The attempt.
+            since: The step.
+            is_whole: Whether what was set before that row is read too, as the config.
+        """
         self.attempt, self._since, self._file = attempt, since, datastore.file_in(attempt.directory)
         self._kept = 0  # how many rows were read that only a journal has
-        place = bisect_left(attempt.contents.steps, since) - 1 if since > 0 else -1
-        self._position = attempt.contents.positions[place] if place > 0 else 0
+        before = datastore.last_rows(attempt.directory, since) if since > 0 else []
+        self._begin = before[-1].position if before else 0
+        self._position = 0 if is_whole else self._begin
 
     def records(self, *, is_written: bool = False) -> Iterator[tuple[str, Any, bytes]]:
         """Yield the kind, the content and the bytes of each new record. A row has the kind "history".
@@ -315,19 +322,20 @@ class Reading:
         Args:
             is_written: Whether a process may still write: then the rows that only a journal has come later.
         """
-        kept: Iterator[Row] = iter(())
+        kept: Iterator[Row] | None = None
         for _ in range(_LOOKS):
-            file, position = self._file, self._position
-            new = () if file is None else datastore.records_from(file, position, is_written=is_written)
+            position = self._position
+            new = () if self._file is None else datastore.records_from(self._file, position, is_written=is_written)
             for self._position, data in new:
                 kind, record = vendor.parse_record(data)
-                yield kind, datastore.row_of(record) if kind == "history" else record, data
+                if self._position > self._begin or kind in _LASTING:
+                    yield kind, datastore.row_of(record) if kind == "history" else record, data
             if is_written:
                 return
-            kept = self.attempt.kept_rows(self._since)
-            if self.attempt.contents.end <= self._position:
+            if kept is not None and self._position == position:
                 break  # otherwise wandb-core, which may outlive its process, has written meanwhile
-        for row in islice(kept, self._kept, None):
+            kept = self.attempt.kept_rows(self._since)
+        for row in islice(kept or (), self._kept, None):
             self._kept += 1
             yield "history", row, b""
 
@@ -357,11 +365,14 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
         step_text, is_placed, data = entry.data.split(b" ", 2)
         if 0 <= (step := int(step_text)) < since:
             continue
-        values = vendor.parse_row(a2b_base64(data))
+        part = datastore.row_of(vendor.parse_row(a2b_base64(data)))._replace(step=step, is_placed=is_placed == b"1")
         if row is not None and (step < 0 or step != row.step):
             yield row
             row = None
-        row = Row(step, values if row is None else {**row.values, **values}, is_placed == b"1")
+        if row is not None:
+            items = {(*item.nested_key, item.key): item for item in chain(row.items, part.items)}
+            part = part._replace(items=list(items.values()), columns=row.columns | part.columns)
+        row = part
     if row is not None:
         yield row
 

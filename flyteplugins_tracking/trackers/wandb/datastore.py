@@ -6,18 +6,20 @@ https://github.com/google/leveldb/blob/main/doc/log_format.md
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import os
 import struct
 import zlib
-from array import array
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence, Set
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from flyteplugins_tracking._util.files import is_own_file, open_own
-from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.wandb import vendor
@@ -26,9 +28,7 @@ _warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _DAMAGED, _FULL, _FIRST, _MIDDLE, _LAST = 0, 1, 2, 3, 4
-# How much of a file is read for its head, in bytes, unless its first row is behind that.
-_HEAD = 1 << 18
-_known: dict[Path | None, Contents] = {}
+_heads: dict[Path | None, Head] = {}
 
 
 class Row(NamedTuple):
@@ -36,18 +36,42 @@ class Row(NamedTuple):
 
     Attributes:
         step: Its step.
-        values: Its values, with the time at which it was logged as "_timestamp".
+        time: When it was logged, in seconds since the epoch. Tells the rows of several processes apart.
+        items: Its values, as W&B's client has serialized them. One of them is the time.
+        columns: Its columns. That of a nested value is the outermost one.
         is_placed: Whether the function has given the step.
     """
 
     step: int
-    values: Mapping[str, Any]
+    time: float
+    items: Sequence[Any]
+    columns: Set[str]
     is_placed: bool = False
 
-    @property
-    def time(self) -> float:
-        """When it was logged, in seconds since the epoch. Tells the rows of several processes apart."""
-        return float(self.values.get("_timestamp", 0))
+    def number_in(self, column: str | None) -> int | None:
+        """Return the number that it has in a column; None for none."""
+        found = (json.loads(vendor.json_of(item)) for item in self.items if name_of(item) == column)
+        return next((int(value) for value in found if isinstance(value, (int, float))), None)
+
+
+class Head(NamedTuple):
+    """How a run's `.wandb` file begins.
+
+    Attributes:
+        described: The record with which the run was opened; None if its process was killed before it had written any.
+        first: Its first row; None if there is none.
+    """
+
+    described: Any = None
+    first: Row | None = None
+
+
+class Mark(NamedTuple):
+    """A row's step, its time, and a position in the file before it."""
+
+    step: int
+    time: float
+    position: int
 
 
 def file_in(directory: Path) -> Path | None:
@@ -55,77 +79,77 @@ def file_in(directory: Path) -> Path | None:
     return next(filter(is_own_file, sorted(directory.glob("*.wandb"))), None)
 
 
-class Contents:
-    """What a run's `.wandb` file says, but for its rows' values. It is read once, and on as it grows.
-
-    Attributes:
-        described: The record with which the run was opened; None if its process was killed before it had written any.
-        first: Its first row; None if there is none.
-        end: The position in the file behind what was read.
-        steps: Those of its rows, in their order.
-        times: When these were logged.
-        positions: A position in the file before each of these.
-        files: The names of the files that were saved for the run, also of those of rows. They are below "files".
-        artifacts: Its artifacts, serialized.
-        exit_code: The status of the run's end, which wandb-core writes last, and not after a failure; None for none.
-    """
-
-    def __init__(self, file: Path | None) -> None:
-        """Begin. `file` is None if there is none."""
-        self.file, self.end, self._size = file, 0, 0
-        self._reading = register(OwnLock())
-        self.described: Any = None
-        self.first: Row | None = None
-        self.steps, self.times, self.positions = array("q"), array("d"), array("q")
-        self.files, self.artifacts = list[str](), list[bytes]()
-        self.exit_code: int | None = None
-
-    def read(self, *, is_whole: bool) -> Contents:
-        """Read what is new; or its head, with the description and the first row."""
-        if self._has_head and not is_whole:  # another thread may be reading the whole file, which takes long
-            return self
-        with self._reading.lock:
-            size = 0 if self.file is None else self.file.stat().st_size
-            if self.file is None or size == self._size:
-                return self
-            for end, data in records_from(self.file, self.end):
-                self._take(*vendor.parse_record(data))
-                self.end = end
-                if self._has_head and end > _HEAD and not is_whole:
-                    return self
-            self._size = size
-        return self
-
-    @property
-    def _has_head(self) -> bool:
-        return self.described is not None and self.first is not None
-
-    def _take(self, kind: str, record: Any) -> None:
-        if kind == "run" and self.described is None:
-            self.described = record
+def head_of(directory: Path) -> Head:
+    """Return how the file in a directory begins. It is read again until it has a row."""
+    file, described = file_in(directory), None
+    if file is None or file in _heads:
+        return _heads.get(file, Head())
+    for _, data in records_from(file):
+        kind, record = vendor.parse_record(data)
+        if kind == "run" and described is None:
+            described = record
         elif kind == "history":
-            self.first = self.first or row_of(record)
-            step, time = _step_and_time_of(record)
-            self.steps.append(step)
-            self.times.append(time)
-            self.positions.append(self.end)
-        elif kind == "files":
-            self.files += [item.path for item in record.files]
-        elif kind == "artifact":
-            self.artifacts.append(record.SerializeToString())
-        elif kind == "exit" and self.exit_code is None:  # one that is cut gets another one
-            self.exit_code = int(record.exit_code)
+            return _heads.setdefault(file, Head(described, row_of(record)))
+    return Head(described)
 
 
-def contents_of(directory: Path, *, is_whole: bool = True) -> Contents:
-    """Return what the file in a directory says; nothing if there is none."""
+def last_rows(directory: Path, below: float = math.inf) -> list[Mark]:
+    """Return the last rows below a step in the file of a directory: those that begin in the last block that has one.
+
+    The steps of a file rise, so few blocks are read.
+    """
     file = file_in(directory)
-    return _known.setdefault(file, Contents(file)).read(is_whole=is_whole)
+    if file is None:
+        return []
+
+    def first_step(block: int) -> float:
+        return next((mark.step for mark in marks_in(file, block * _BLOCK)), math.inf)
+
+    place = bisect_left(range(file.stat().st_size // _BLOCK + 1), below, key=first_step) - 1
+    return list(takewhile(lambda mark: mark.step < below, marks_in(file, max(0, place) * _BLOCK)))
+
+
+def marks_in(file: Path, position: int = 0) -> Iterator[Mark]:
+    """Yield the marks of a file's rows, from a position on."""
+    for end, data in records_from(file, position):
+        kind, record = vendor.parse_record(data)
+        if kind == "history":
+            row = row_of(record)
+            yield Mark(row.step, row.time, position)
+        position = end
+
+
+def exit_code_of(directory: Path) -> int | None:
+    """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
+    file, rows = file_in(directory), last_rows(directory)
+    for _, data in () if file is None else records_from(file, rows[-1].position if rows else 0):
+        kind, record = vendor.parse_record(data)
+        if kind == "exit":  # the first one: one that is cut gets another one
+            return int(record.exit_code)
+    return None
+
+
+def saved_in(directory: Path) -> tuple[list[str], list[bytes]]:
+    """Return the names of the files that were saved for the run, also of those of rows; and artifacts, serialized."""
+    file, names, artifacts = file_in(directory), list[str](), list[bytes]()
+    for _, data in () if file is None else records_from(file):
+        kind, record = vendor.parse_record(data)
+        if kind == "files":
+            names += [item.path for item in record.files]
+        elif kind == "artifact":
+            artifacts.append(record.SerializeToString())
+    return names, artifacts
 
 
 def forget(directory: Path) -> None:
-    """Forget what the file in a directory says: it is sent."""
-    _known.pop(file_in(directory), None)
+    """Forget how the file in a directory begins: it is sent."""
+    _heads.pop(file_in(directory), None)
+    close()
+
+
+def close() -> None:
+    """Close the files that were read: opened again, a file of another node has what that has written since."""
+    _opened.cache_clear()
 
 
 def description(directory: Path) -> Any:
@@ -134,12 +158,12 @@ def description(directory: Path) -> Any:
     Raises:
         TrackerUnavailableError: It is damaged, or another user's.
     """
-    head = contents_of(directory, is_whole=False)
-    if head.file is None and any(directory.glob("*.wandb")):
+    head, file = head_of(directory), file_in(directory)
+    if file is None and any(directory.glob("*.wandb")):
         text = f"{directory} was not sent: its .wandb file is not a file of this user"
         raise TrackerUnavailableError(text, is_outage=False)
     if head.described is None and head.first is not None:
-        raise TrackerUnavailableError(f"{head.file} is damaged: it has rows, and does not say which run they are of")
+        raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
     return head.described
 
 
@@ -156,7 +180,7 @@ def arguments_of(record: Any) -> dict[str, Any]:
     }
 
 
-def records_from(path: Path, position: int, *, is_written: bool = False) -> Iterator[tuple[int, bytes]]:
+def records_from(path: Path, position: int = 0, *, is_written: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the records from a position in the file on, each with the position behind it. One block is in memory.
 
     A torn end, as a kill leaves it, is left out. So is a damaged record, with a warning.
@@ -183,30 +207,33 @@ def records_from(path: Path, position: int, *, is_written: bool = False) -> Iter
 
 def _fragments(path: Path, position: int, is_written: bool) -> Iterator[tuple[int, int, bytes]]:
     """Yield the position behind each fragment, its kind and its bytes; for what is damaged, one without bytes."""
-    is_damaged = False
-    with open(open_own(path), "rb") as file:
-        file.seek(position)
-        while data := file.read(_BLOCK - position % _BLOCK):
-            start, left = 0, _BLOCK - position % _BLOCK - len(data)
-            is_end = os.fstat(file.fileno()).st_size <= position + len(data)  # a block before it is written completely
-            while start + _FRAGMENT.size <= len(data):  # behind that, there is padding
-                kind, fragment = _fragment_at(data, start)
-                end = start + _FRAGMENT.size + len(fragment)
-                if not kind and is_written and is_end:
-                    return
-                if not kind:
-                    # Its length may be damaged too: then the next block is the next place where a fragment begins.
-                    start = end if end < len(data) and _fragment_at(data, end)[0] else len(data)
-                    yield position + start, _DAMAGED, b""
-                elif is_damaged:
-                    _warn_once(str(path), "%s is damaged: the records at that place are left out", path)
-                is_damaged = not kind
-                if kind:
-                    start = end
-                    yield position + start, kind, fragment
-            position += len(data)
-            if left:  # the end of the file, for now
+    is_damaged, file = False, _opened(path)
+    while data := os.pread(file.fileno(), _BLOCK - position % _BLOCK, position):
+        start, left = 0, _BLOCK - position % _BLOCK - len(data)
+        is_end = os.fstat(file.fileno()).st_size <= position + len(data)  # a block before it is written completely
+        while start + _FRAGMENT.size <= len(data):  # behind that, there is padding
+            kind, fragment = _fragment_at(data, start)
+            end = start + _FRAGMENT.size + len(fragment)
+            if not kind and is_written and is_end:
                 return
+            if not kind:
+                # Its length may be damaged too: then the next block is the next place where a fragment begins.
+                start = end if end < len(data) and _fragment_at(data, end)[0] else len(data)
+                yield position + start, _DAMAGED, b""
+            elif is_damaged:
+                _warn_once(str(path), "%s is damaged: the records at that place are left out", path)
+            is_damaged = not kind
+            if kind:
+                start = end
+                yield position + start, kind, fragment
+        position += len(data)
+        if left:  # the end of the file, for now
+            return
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(path: Path) -> BinaryIO:
+    return open(open_own(path), "rb", buffering=0)
 
 
 def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
@@ -220,27 +247,20 @@ def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
     return kind if is_whole and _FULL <= kind <= _LAST else 0, fragment
 
 
+def name_of(item: Any) -> str:
+    """Return the column of a value: its key, or the first one of a nested value. In W&B's file all are nested."""
+    return str(item.key or item.nested_key[0])
+
+
 def row_of(record: Any) -> Row:
     """Return the row of a record."""
-    values: dict[str, Any] = {}
+    step, time, items, columns = record.step.num, 0.0, [], set()
     for item in record.item:
-        *parents, key = item.nested_key or [item.key]
-        place = values
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[key] = json.loads(vendor.json_of(item))
-    step = values.pop("_step", None)
-    values.pop("_runtime", None)  # wandb-core gives it
-    return Row(record.step.num if step is None else int(step), values)
-
-
-def _step_and_time_of(record: Any) -> tuple[int, float]:
-    """Return these of a row's record, without its other values."""
-    own: dict[str, float] = {}
-    for item in record.item:
-        key = ".".join(item.nested_key) or item.key
-        if key in ("_step", "_timestamp"):
-            own[key] = float(vendor.json_of(item))
-            if len(own) == 2:  # wandb-core writes these first
-                break
-    return int(own.get("_step", record.step.num)), own.get("_timestamp", 0.0)
+        key = name_of(item)
+        if key == "_step":
+            step = int(float(vendor.json_of(item)))
+        elif key != "_runtime":  # wandb-core gives it
+            items.append(item)
+            columns.add(key)
+            time = float(vendor.json_of(item)) if key == "_timestamp" else time
+    return Row(step, time, items, columns)

@@ -87,6 +87,7 @@ def open_run(request: RunRequest) -> Handle:
         ConfigError: W&B does not accept an argument or a variable.
     """
     drop_empty_variables()
+    vendor.disable_error_reports()
     inner.join_clients_calls()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
@@ -148,7 +149,6 @@ def _open_here(request: RunRequest) -> Any:
     return run
 
 
-@vendor.without_error_reports()
 def _init(request: RunRequest, mode: str | None = None, is_automatic: bool = False) -> Any:
     import wandb
 
@@ -203,7 +203,6 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
             run = vendor.init(**arguments)
         vendor.tolerate_outages()
         outbox.open_outbox(request, run, found=found)
-        roles.leave_summary_to_roles(request, run)
         send_earlier(request, run)
         return run
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import time
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
@@ -33,6 +34,8 @@ from flyteplugins_tracking.trackers.wandb.attempts import ARTIFACT, RECORD, SETT
 OUTBOX = "_flyteplugins_tracking_outbox"
 # How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
 _COUNT_BITS, _RANDOM_BITS = 28, 25
+# How often a row waits until wandb-core has got it, in seconds. One that the journal does not keep waits too.
+_WAIT_S = 0.1
 
 
 def label_of(request: RunRequest) -> str | None:
@@ -89,7 +92,7 @@ class WandbOutbox:
     _keeper: int | None = None  # the thread whose records come here alone
     _is_row_open = False  # whether what is logged next, without a step, is put into the last row
     _is_paused = False
-    _part = 0  # how many journals there are, one behind the other
+    _waited_at = 0.0  # when a row has last waited
 
     def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
         """Keep what is logged from now on.
@@ -110,12 +113,13 @@ class WandbOutbox:
         self._journal.make()
         self.kept_artifacts: set[str] = set()
         self.order: contextlib.AbstractContextManager[object] = threading.RLock()
+        self._nowait = vendor.unawaited(run)
         vendor.on_records(run, self._publish, self._deliver)
 
     def _begin(self) -> None:
-        self._part += 1
-        header = {**self._header, "part": self._part, "step": self.next_step}
-        self._journal = Journal(self.directory, f"rows-{secrets.token_hex(3)}", header)
+        # Journals are read in the order of their names: this one is behind the one before.
+        name = f"rows-{time.monotonic_ns():020}-{secrets.token_hex(3)}"
+        self._journal = Journal(self.directory, name, {**self._header, "step": self.next_step})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -151,8 +155,12 @@ class WandbOutbox:
         if self._keeper == threading.get_ident():
             self._keep(record)
         elif record.request.HasField("partial_history"):
+            # One that waits finds out that wandb-core has died, and rows for a slow one do not fill the memory.
+            now = time.monotonic()
+            waits = now > self._waited_at + _WAIT_S or self._is_paused or self._journal.is_closed
+            self._waited_at = now if waits else self._waited_at
             with self.order:
-                publish(record, **more)
+                publish(record, **({} if waits else self._nowait))
                 self.put(record.request.partial_history)
         else:  # without the lock: the client's own thread may print, which is a record too
             publish(record, **more)

@@ -17,8 +17,7 @@ rows that W&B has tells that it has all before that, and a look at the run's las
 tell it: wandb-core may send that before the rows that it is of.
 
 A role's end does not end the run. If it comes after the owner's end, W&B shows the run as running again: then the role
-ends it once more, with the owner's exit code. W&B's answers may be seconds old. One that has the role's own last row
-has the owner's end too, if that came before.
+ends it once more, with the owner's exit code. W&B's answers are 2 to 4 s old, so that the role waits before it asks.
 """
 
 from __future__ import annotations
@@ -163,27 +162,17 @@ def define_columns(run: Any, role: str | None) -> None:
         define(f"{name}/*", step_metric=f"{name}/step")
 
 
-def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
-    """Remove from the summary what roles have set: W&B gives it to an owner that resumes, which would send it again."""
-    if request.config.roles is None or not run.resumed:
-        return
-    keys = list(run.summary.keys())
-    names = {key.split("/")[1] for key in keys if key.startswith("roles/")} - {OWNER}
-    for key in keys:
-        if key.removeprefix("roles/").partition("/")[0] in names:
-            del run.summary[key]
-
-
-def end_again(place: Place, role: str, last_row: int | None = None) -> None:
+def end_again(place: Place, role: str, waits: bool = False) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since.
 
     Args:
         place: The run.
         role: The role.
-        last_row: The number of the role's last row, if an answer that lacks it may be too old.
+        waits: Whether to wait until W&B's answers have what was sent just now.
     """
     try:
-        exit_code = _exit_code_of_owner(place, role, last_row)
+        time.sleep(LATE_S if waits else 0)
+        exit_code = _exit_code_of_owner(place)
         if exit_code is None:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -197,31 +186,21 @@ def end_again(place: Place, role: str, last_row: int | None = None) -> None:
         logger.warning(text, place.run_id, role, exc_info=True)
 
 
-def _exit_code_of_owner(place: Place, role: str, last_row: int | None) -> int | None:
+def _exit_code_of_owner(place: Place) -> int | None:
     """Return the exit code of a run whose owner has ended it, and that is shown as running; None for another run.
 
     Raises:
         TrackerUnavailableError: W&B does not say.
     """
-    reader, waits, deadline = vendor.Reader(place), pauses(), time.monotonic() + LATE_S
-    while True:
-        found = reader.stored(_ASK_S)
-        if found is None:
-            raise TrackerUnavailableError("W&B does not say whether the run has ended")
-        columns = outbox.column_of(role), f"roles/{role}/state"
-        is_fresh = last_row is None or last_row in threads.call_within(_ASK_S, found.values, *columns)
-        if is_fresh or time.monotonic() > deadline:
-            break
-        time.sleep(next(waits))
-    if found.state == "running":  # an old answer may have the owner's end, too
-        states, codes = (
-            threads.call_within(_ASK_S, found.values, f"roles/{OWNER}/{key}") for key in ("state", "exit_code")
-        )
-        if codes and states and states[-1] != "running":
-            return int(codes[-1])
-    if not is_fresh:
-        raise TrackerUnavailableError(f"W&B does not show the last row of role {role!r} yet")
-    return None
+    found = vendor.Reader(place).stored(_ASK_S)
+    if found is None:
+        raise TrackerUnavailableError("W&B does not say whether the run has ended")
+    if found.state != "running":
+        return None
+    states, codes = (
+        threads.call_within(_ASK_S, found.values, f"roles/{OWNER}/{key}") for key in ("state", "exit_code")
+    )
+    return int(codes[-1]) if codes and states and states[-1] != "running" else None
 
 
 def shared_settings(role: str, *, ends_run: bool) -> dict[str, Any]:

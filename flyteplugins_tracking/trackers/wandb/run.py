@@ -8,9 +8,7 @@ import inspect
 import json
 import logging
 import os
-import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import SweepAgent, Upload
 from flyteplugins_tracking.trackers.wandb.names import HOST
@@ -44,10 +41,6 @@ _CHANGES = {
 }
 # Those that set values; of the config, they raise if a value is changed.
 _SETTING = ("__setitem__", "__setattr__", "update")
-# The first client with the viewer `wandb leet`.
-_FIRST_VIEWER = [0, 28]
-# How often a wait for W&B looks whether the run has ended.
-_POLL_S = 0.01
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 # The most characters of a config's JSON that are passed to each task that a task calls: of a longer one, none are.
@@ -129,18 +122,7 @@ class WandbHandle(ClientHandle):
                 vendor.forget(self.run, keys)
 
     def how_to_view(self) -> str:
-        # W&B itself prints the page of a run that it has sent.
-        if not self.run.offline or self.run.settings.silent or self.files is None:
-            return ""
-        path = str(outbox.run_directory(self.run))
-        # The viewer of the directory above shows the run's other ranks too, the newest run first.
-        info = self.request.info
-        has_nodes = self.is_shared and info is not None and info.num_workers != 1
-        where = ", with the directories of all nodes" if has_nodes else ""
-        # A client before that has no viewer: its files are looked at where they are sent to.
-        has_viewer = numbers(client_version("wandb")) >= _FIRST_VIEWER
-        view = f"wandb leet {shlex.quote(os.path.dirname(path))}; to " if has_viewer else ""
-        return f"{view}send it{where}: {self._command}"
+        return ""  # W&B's own last lines name the page, or the command of `vendor.replace_sync_command`
 
     def finish(self, exit_code: int) -> None:
         try:
@@ -148,16 +130,10 @@ class WandbHandle(ClientHandle):
         finally:
             self._let_go()
 
-    def mark_preempting(self, timeout_s: float) -> None:
+    def mark_preempting(self, timeout_s: float) -> None:  # noqa: ARG002 wandb-core sends it, and the rows, at once
         # The function may have ended meanwhile: a handler that it has installed does not wait for this.
-        if self.run.offline or self._gate.state != "open" or not self._is_preempted():
-            return
-        self._gate.call(lambda: self.kind.mark_preempting(self.run))
-        # wandb-core sends this immediately, with the rows that it has, but does not tell when W&B has them. If this
-        # process exits before that, so does wandb-core.
-        deadline = time.monotonic() + timeout_s
-        while self._gate.state == "open" and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        if not self.run.offline and self._gate.state == "open" and self._is_preempted():
+            self._gate.call(lambda: self.kind.mark_preempting(self.run))
 
     def _is_preempted(self) -> bool:
         """Whether a SIGTERM is to be shown as a preemption here."""
@@ -320,10 +296,11 @@ class WandbHandle(ClientHandle):
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
             self._has_left = self._has_died = False
-        self._timed_out = self.run.offline or not close_again(self.run, self._ended_with, self.end_limit())
-        if self._timed_out:
-            text = "W&B: run %s: what it has logged since it ended is not sent. To send the rest, run: %s"
-            logger.warning(text, self.id, self._command)
+        why = "it is offline" if self.run.offline else close_again(self.run, self._ended_with, self.end_limit())
+        self._timed_out = bool(why)
+        if why:
+            text = "W&B: run %s was not sent completely: %s. To send the rest, run: %s"
+            logger.warning(text, self.id, why, self._command)
 
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
@@ -394,8 +371,6 @@ def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard_log(kind.log)
-    if (row_method := vendor.row_method(kind)) is not None:
-        members[row_method.__name__] = _guard_watch(row_method)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)
@@ -455,17 +430,6 @@ def _guard_log(log: Callable[..., Any]) -> Any:
             log(run, handle.prefixed(data), step, commit, **kwargs)
         else:
             handle.log(data, step, commit=commit, **kwargs)
-
-    return guarded
-
-
-def _guard_watch(log: Callable[..., Any]) -> Any:
-    """Have what `run.watch` adds to a row get the prefix of the function's keys."""
-
-    @functools.wraps(log)
-    def guarded(run: Any, data: Any, step: Any = None, commit: Any = None) -> None:
-        handle = vars(run).get(HANDLE)
-        log(run, handle.prefixed(data) if handle is not None and commit is False else data, step, commit)
 
     return guarded
 

@@ -19,7 +19,6 @@ import shlex
 import shutil
 import tempfile
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -56,6 +55,8 @@ _OF_PRIMARY = ("environment", "preempting", *_ADDING[:-1])
 _SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
 # How many rows are sent at once: wandb-core has them in memory.
 _MOST = 100_000
+# After how many rows one is waited for.
+_WAITING = 100
 # How long W&B may take to count the rows of an earlier sender, in seconds.
 _COUNTED_S = 15.0
 # How long W&B may take to say that it has everything, and how often it is asked, in seconds. It counts 2 to 4 s late.
@@ -151,8 +152,8 @@ class Sender:
         self._left = {one.directory: one for one in left}
         self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
         self._columns: set[str] = set()  # those of rows
-        self._summary: dict[tuple[str, ...], Any] = {}  # of these columns, as the files have it
-        self._set: Any = None  # the last record of a summary, which is not sent yet
+        self._summary: dict[tuple[str, ...], Any] = {}  # what the files have of the summary, and is not sent yet
+        self._removed: list[Any] = []  # what was removed from it
 
     @classmethod
     def open(cls, directories: Sequence[Path], close: Close | None = None) -> Sender:
@@ -328,8 +329,8 @@ class Sender:
         """Look which rows of an attempt W&B has."""
         attempt, found = self._left.pop(directory, None) or Attempt.at(directory), self._found
         column, base = attempt.column, attempt.base
-        is_part = base is not None and not self._is_whole
-        read = _Read(column, base, Reading(attempt, self._next - (base or 0) if is_part and column is None else 0))
+        since = 0 if base is None or column is not None else self._next - base
+        read = _Read(column, base, Reading(attempt, since, is_whole=self._is_whole))
         read.is_ended = not is_written
         self._reads[directory] = read
         opened = None if base is None else datastore.description(directory)
@@ -347,9 +348,8 @@ class Sender:
         """Whether another attempt has logged since this one was begun, or sent: then W&B's steps do not tell."""
         if found.last_at is None or base is None:
             return found.last_at is not None and found.last_at >= first.time
-        steps, times = attempt.marks
-        place = bisect_left(steps, self._next - base) - 1
-        return place >= 0 and found.last_at != times[place] and found.time_at(steps[place] + base) != times[place]
+        rows = attempt.last_rows(self._next - base)
+        return bool(rows) and found.last_at != rows[-1].time and found.time_at(rows[-1].step + base) != rows[-1].time
 
     def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Counter[float]:
         """Return the keys of the rows that W&B has, as far back as those of an attempt may be."""
@@ -369,10 +369,11 @@ class Sender:
         left_out = (*(_OF_PRIMARY if label_in(attempt.directory) else ()), *(() if attempt.is_offline else _ADDING))
         for kind, record, data in read.reading.records(is_written=is_written):
             if kind == "history":
-                self._columns.update(record.values)
-                self._summarize()
+                self._columns |= record.columns
                 if not data:  # only a journal has it: the file does not have what wandb-core has made of it
-                    self._summary = {path: item for path, item in self._summary.items() if path[0] not in record.values}
+                    self._summary = {
+                        path: item for path, item in self._summary.items() if path[0] not in record.columns
+                    }
                 if (row := self._new(read, record)) is not None:
                     self._forward(passed)
                     for name in media:
@@ -415,9 +416,9 @@ class Sender:
         """Log rows, each with its step and time. Returns how many."""
         count, run, metric = 0, self._run, read.reading.attempt.header("step_metric")
         for row in rows:
-            if not self._is_defined and RESTART_COUNT in row.values and metric in row.values:
+            if not self._is_defined and row.columns >= {RESTART_COUNT, metric}:
                 self._is_defined = bool(run.define_metric("*", step_metric=metric))
-            run.log(dict(row.values), None if row.step < 0 else row.step, True)
+            vendor.log_row(run, row.items, row.step, waits=count % _WAITING == 0)
             count += 1
         return count
 
@@ -428,8 +429,10 @@ class Sender:
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
-            self._summarize()
-            self._set = record
+            for gone in (tuple(item.nested_key) or (item.key,) for item in record.remove):
+                self._summary = {path: item for path, item in self._summary.items() if path[: len(gone)] != gone}
+            self._summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
+            self._removed += record.remove
         elif kind in _REPLACING:
             vendor.forward(self._run, data)
 
@@ -457,20 +460,13 @@ class Sender:
     def _summarize(self) -> None:
         """Send the summary that the function has set. That of columns, such as a minimum, wandb-core makes of the rows.
 
-        If it was given one, it would make none. So what the files have of columns is sent at the end. They have that of
-        a row before the row, whose columns are known then.
+        If it was given one, it would make none. So what the files have of columns is sent at the end.
         """
-        record, self._set = self._set, None
-        if record is None:
-            return
-        new = []
-        for item in record.update:
-            path = tuple(item.nested_key) or (item.key,)
-            if path[0] in self._columns:
-                self._summary[path] = item
-            elif not path[0].startswith("_"):
-                new.append(item)
-        vendor.forward_summary(self._run, new, record.remove)
+        of_columns = {path: item for path, item in self._summary.items() if path[0] in self._columns}
+        new = [item for path, item in self._summary.items() if path not in of_columns and path[0][:1] != "_"]
+        vendor.forward_summary(self._run, (), self._removed)  # first: of one record, wandb-core removes at last
+        vendor.forward_summary(self._run, new)
+        self._summary, self._removed = of_columns, []
 
     def _forward(self, records: list[bytes]) -> None:
         for record in records:
@@ -589,7 +585,7 @@ class LaterEnd(NamedTuple):
             last_at = max(found.values("_timestamp", column), default=None) if found.state in STATES else None
         values = json.loads(own_text(path, _LONGEST_LATER) or "null")
         kept = None if values is None else cls(path, **values)
-        if last_at is None or not _is_later(last_at, left) or any(one.is_open() for one in left):
+        if last_at is None or any(one.is_open() for one in left) or not _is_later(last_at, left):
             return kept
         if kept is not None and kept.last_at == last_at:
             return kept
@@ -822,7 +818,7 @@ class Close:
         self.run, self._upload = run, Upload(run, self.limit)
 
 
-def close_again(run: Any, exit_code: int, limit: EndLimit) -> bool:
+def close_again(run: Any, exit_code: int, limit: EndLimit) -> str:
     """Have another wandb-core send what this process has kept of its run, and end it with the status in its journal.
 
     Args:
@@ -831,11 +827,11 @@ def close_again(run: Any, exit_code: int, limit: EndLimit) -> bool:
         limit: How long that may take.
 
     Returns:
-        Whether W&B has everything.
+        Why W&B lacks something; empty if it has everything.
     """
-    made, is_done = outbox.of(run), False
+    made, why = outbox.of(run), "its end was interrupted"
     if not made.is_kept:
-        return False
+        return "nothing is kept of a run with resume_from="
     close = Close(made.place, limit)
 
     def send_all() -> None:
@@ -845,18 +841,16 @@ def close_again(run: Any, exit_code: int, limit: EndLimit) -> bool:
 
     try:
         vendor.finish_while(close.lasts, run, exit_code, send_all)
-        is_done = True
+        why = ""
     except TimeoutError:
-        logger.warning("W&B: run %s was not sent completely: %s", run.id, limit.why)
-    except TrackerUnavailableError as error:
-        logger.warning("W&B: run %s was not sent completely: %s", run.id, error)
-    except Exception:  # tracker errors must not change the training's outcome
-        logger.warning("W&B: run %s was not sent completely", run.id, exc_info=True)
+        why = limit.why
+    except Exception as error:  # tracker errors must not change the training's outcome
+        why = str(error) if isinstance(error, TrackerUnavailableError) else repr(error)
     finally:
-        if not is_done and close.run is not None:
+        if why and close.run is not None:
             vendor.set_finished(close.run)
             vendor.restart_service(_CUT_S, exit_code or 1)
-    return is_done
+    return why
 
 
 def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender:
@@ -1017,7 +1011,9 @@ def require_unwritten(found: vendor.Stored | None, of_run: Sequence[Attempt]) ->
     """
     if found is None or found.state != "running" or found.last_at is None:
         return
-    if not any(found.last_at in one.marks[1] for one in of_run if not one.may_be_written()):
+    # Where in an attempt its rows are that W&B has got last.
+    near = ((one, max(0, found.last_step - (one.base or 0)) if one.column is None else 0) for one in of_run)
+    if not any(found.last_at == row.time for one, step in near if not one.may_be_written() for row in one.rows(step)):
         raise TrackerUnavailableError(
             f"W&B shows run {found.run.id} as running, with rows that no ended process has logged here: what is sent "
             "now could take the place of rows. Send it when that process has ended: W&B shows a killed one as crashed "
@@ -1046,5 +1042,5 @@ def _is_later(last_at: float | None, left: Sequence[Attempt]) -> bool:
 
 def _key(row: Row, column: str | None) -> float:
     """Return what tells a row from others: its number, or else its time, as of one of TensorBoard or a forked child."""
-    number = row.values.get(column or "")
-    return int(number) if isinstance(number, (int, float)) else row.time
+    number = row.number_in(column)
+    return row.time if number is None else number

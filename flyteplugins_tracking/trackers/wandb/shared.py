@@ -46,7 +46,6 @@ class SharedHandle(WandbHandle):
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, None if role is None else 0)
         # Whether the run has roles, and this rank speaks for its job.
         self._speaks = request.config.has_roles and request.plan.primary and not run.disabled
-        self._last_row = 0
         if self._speaks:
             roles.define_columns(run, role)
         super().__init__(run, before, request, barrier)
@@ -70,9 +69,7 @@ class SharedHandle(WandbHandle):
             return
         waiting = self._next_row.take() if self.request.plan.role else {}
         own = {f"roles/{roles.name_of(self.request)}/{key}": value for key, value in {"state": state, **more}.items()}
-        row = self._numbered({**waiting, **own})
-        self.kind.log(self.run, row, None, True)
-        self._last_row = int(row[str(self._outbox.column)])
+        self.kind.log(self.run, self._numbered({**waiting, **own}), None, True)
 
     def _numbered(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with its number, if this run's rows have numbers."""
@@ -181,5 +178,4 @@ class SharedHandle(WandbHandle):
         super()._end(exit_code)
         role = self.request.plan.role
         if role is not None and self._speaks and not (self._timed_out or self.run.offline):
-            is_short = exit_code in (INTERRUPTED, TERMINATED)
-            roles.end_again(Place.of(self.run), role, None if is_short else self._last_row)
+            roles.end_again(Place.of(self.run), role, waits=exit_code not in (INTERRUPTED, TERMINATED))

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import is_own_file, read_own
 from flyteplugins_tracking._util.fork import OwnLock, PerProcess, register
-from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import causes, first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.outbox import may_pass
@@ -136,27 +135,19 @@ def without_viewer() -> Iterator[None]:
             settings.x_disable_viewer = before
 
 
-@contextlib.contextmanager
-def without_error_reports() -> Iterator[None]:
-    """Keep wandb from sending reports about its own errors, unless the user has set WANDB_ERROR_REPORTING.
+def disable_error_reports() -> None:
+    """Have wandb send no reports about its own errors, unless the user has set WANDB_ERROR_REPORTING.
 
     Without it, the end of the process is up to 10 s later while the server does not answer.
     """
     if "WANDB_ERROR_REPORTING" in os.environ:
-        yield
         return
     with _optional("the process may end 10 s later while the server does not answer"):
         if find_spec("wandb.analytics.opentelemetry") is not None:  # the variable is enough before 0.28
             reports = importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy
             getattr(reports, "disable", lambda: None)()  # from 0.30 on
-    changes, known = {"WANDB_ERROR_REPORTING": "false"}, known_variables()
-    with variables(changes):
-        known.update(changes)
-        try:
-            yield
-        finally:
-            for name in changes:
-                known.pop(name, None)
+    # Otherwise wandb warns of a change after it has read the variables.
+    known_variables()["WANDB_ERROR_REPORTING"] = os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 
 def known_variables() -> dict[str, str]:
@@ -552,14 +543,6 @@ def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Ca
         raise errors[0]
 
 
-def row_method(kind: Any) -> Callable[..., Any] | None:
-    """The method through which `run.watch` adds values to the next row. Without it, they lack the rank's prefix."""
-    with _optional("what run.watch records lacks the rank's prefix"):
-        method: Callable[..., Any] = kind._log
-        return method
-    return None
-
-
 def status_of_end(method: str, *args: Any, **kwargs: Any) -> int:
     """Return the status that a call of one of `ENDINGS` gives a run: by default 0."""
     given = args[0] if args else kwargs.get("exit_code")
@@ -749,11 +732,45 @@ def _staging_directory() -> str:
     return os.path.realpath(str(importlib.import_module("wandb.sdk.artifacts.staging").get_staging_dir()))
 
 
-def parse_row(data: bytes) -> dict[str, Any]:
-    """Return the values of a row that was serialized."""
+def parse_row(data: bytes) -> Any:
+    """Return a row that was serialized."""
     row = _messages().PartialHistoryRequest()
     row.ParseFromString(data)
-    return {item.key or ".".join(item.nested_key): json.loads(json_of(item)) for item in row.item}
+    return row
+
+
+def item_of(key: str, value: Any) -> Any:
+    """Return a value of a row."""
+    return _messages().HistoryItem(key=key, value_json=json.dumps(value))
+
+
+def log_row(run: Any, items: Iterable[Any], step: int, *, waits: bool) -> None:
+    """Give the wandb-core of an open run a row, at a step if that is not below 0.
+
+    Args:
+        run: The run.
+        items: The row's values.
+        step: Its step.
+        waits: Whether to wait until wandb-core has it, which raises if that has died. Rows stay in their order.
+    """
+    record = _messages().Record()
+    row = record.request.partial_history
+    row.item.extend(items)
+    row.action.flush = True
+    if step >= 0:
+        row.step.num = step
+    interface_of(run)._publish(record, **({} if waits else unawaited(run)))
+
+
+def unawaited(run: Any) -> dict[str, bool]:
+    """Return the argument with which a run's client hands a record to its thread, and does not wait for that.
+
+    Without it, it waits, which takes most of the time of a `log`.
+    """
+    publish: Any = type(interface_of(run))._publish
+    # Before Python 3.10.7, asyncio breaks a connection that two records wait for.
+    may_go_on = "nowait" in (publish.__kwdefaults__ or ()) and sys.version_info >= (3, 10, 7)
+    return {"nowait": True} if may_go_on else {}
 
 
 def json_of(item: Any) -> str:
@@ -927,17 +944,17 @@ def open_to_send(
     server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
     own = {"base_url": server, "console": "off", "api_key": keys.get(place.server), "reinit": "create_new"}
     settings = new_settings(**{**own, **quiet, **(more or {})})
-    with without_error_reports():
-        run = init(
-            id=place.run_id,
-            project=place.project or None,
-            entity=place.entity or None,
-            resume="allow",
-            mode="shared" if "x_label" in (more or {}) else "online",
-            dir=directory,
-            settings=settings,
-            **described,
-        )
+    disable_error_reports()
+    run = init(
+        id=place.run_id,
+        project=place.project or None,
+        entity=place.entity or None,
+        resume="allow",
+        mode="shared" if "x_label" in (more or {}) else "online",
+        dir=directory,
+        settings=settings,
+        **described,
+    )
     ask_again_at_exit()
     return run
 
