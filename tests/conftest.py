@@ -55,23 +55,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # The longest files, in whose order the workers begin them. The other tests without a job come last: they are short.
 LONGEST = (
+    "test_command_run",
+    "test_examples",
+    "test_blocks",
+    "test_flytekit",
     "test_watch",
-    "test_kills",
-    "test_left_runs",
-    "test_restarts",
+    "test_signals",
+    "test_field",
+    "test_conformance",
+    "test_flyte2",
+    "test_wandb",
+    "test_send",
+    "test_unavailable_jobs",
     "test_testing",
     "test_sigterm",
-    "test_docs",
-    "test_mlflow_jobs",
-    "test_roles_jobs",
-    "test_conformance",
-    "test_children",
-    "test_wandb_programs",
-    "test_reliability",
-    "test_shared",
-    "test_flyte2",
-    "test_send",
-    "test_turned_off",
 )
 
 

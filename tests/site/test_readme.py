@@ -51,13 +51,15 @@ def test_the_table_of_trackers_says_what_each_refuses_and_why():
         assert all(reason in TABLES for reason in unsupported.values()), name
 
 
-@pytest.mark.full
-def test_the_demo_shows_the_stored_runs(tmp_path):
-    """It starts nine interpreters, all of them real: two minutes."""
+@pytest.mark.parametrize(
+    "cold", [pytest.param(False, marks=pytest.mark.full), pytest.param(True, marks=pytest.mark.wide)]
+)
+def test_the_demo_shows_the_stored_runs(tmp_path, cold):
+    """It starts nine interpreters; if all of them are real, for two minutes."""
     env = {"PYTHONPATH": str(ROOT / "examples"), "WANDB_SILENT": "true"}
     command = [sys.executable, ROOT / "examples" / "digits.py", "out", "1"]
     # On a machine with other work, that takes minutes.
-    done = jobs.finish(jobs.start(command, tmp_path, env, cold=True), tmp_path, timeout_s=540)
+    done = jobs.finish(jobs.start(command, tmp_path, env, cold), tmp_path, timeout_s=540)
     assert done.returncode == 0, done.output
     table = done.output.partition("run  ")[2].splitlines()[1:6]
     assert [line.split()[1] for line in table] == ["finished"] * 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,22 +42,27 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 TRAIN = PROGRAMS / "train.py"
 
 
+# The launchers, and a program for each tracker, platform and framework. Pluto's jobs are always cold.
+_COLD_FIRST = {
+    *("torch.distributed.run", "torch.distributed.launch", "flyteplugins_tracking", "pyflyte-execute"),
+    *("train.py", "mlflow_runs.py", "trackio_scenarios.py", "sweeps.py", "signal_runs.py"),
+    *("flyte_tasks.py", "flyte2_pod.py", "accelerate_runs.py", "lightning_runs.py", "hf_runs.py"),
+}
+
+
 def _is_cold(words: Sequence[str]) -> bool:
     """Whether a job is to have a new interpreter, by the variable TESTS_COLD: see CONTRIBUTING.md."""
     which = os.environ.get("TESTS_COLD", "")
     if which != "first":
         return {"": False, "1": True}[which]
-    pairs = list(pairwise(["", *words]))
-    modules = [word for before, word in pairs if before == "-m"]
-    # A launcher costs several interpreters, with torch in each: it starts cold with its first program only.
-    started = modules or [Path(word).name for word in words if word.endswith(".py")]
-    # pytest's workers share this directory.
-    digest = hashlib.sha256(json.dumps(started).encode()).hexdigest()
-    try:
-        Path(os.environ["TESTS_WARM_DIR"], f"cold-{digest}").touch(exist_ok=False)
-    except FileExistsError:
+    # A launcher costs several interpreters, with torch in each: it starts cold with the first of the other programs.
+    started = next((name for word in reversed(words) if (name := Path(word).name) in _COLD_FIRST), None)
+    if started is None:
         return False
-    return True
+    with suppress(FileExistsError):  # pytest's workers share this directory
+        Path(os.environ["TESTS_WARM_DIR"], f"cold-{started}").touch(exist_ok=False)
+        return True
+    return False
 
 
 def variables_of_launchers() -> set[str]:
@@ -128,23 +131,27 @@ def run(
 
 
 def start(
-    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, cold: bool | None = None
+    command: Sequence[str | Path],
+    directory: Path,
+    env: Mapping[str, str] | None = None,
+    cold: bool | None = None,
+    log: int | None = None,
 ) -> Process:
     """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`.
 
     By default the variable TESTS_COLD says whether it is cold: "1" for each job, "first" for the first one
-    that starts this launcher, or without one this program.
+    of what `_COLD_FIRST` names. A service writes to the open file `log`, since nobody reads its output.
     """
     directory.mkdir(parents=True, exist_ok=True)
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))
     is_cold = _is_cold(words) if cold is None else cold
-    process = None if is_cold else client.start(words, directory, variables)
+    process = None if is_cold else client.start(words, directory, variables, log)
     process = process or subprocess.Popen(
         words,
         cwd=directory,
         env=variables,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if log is None else log,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 import sys
 import time
 import urllib.request
@@ -68,16 +67,14 @@ class MlflowServer:
     def _start(self) -> None:
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         stores = [f"--backend-store-uri=sqlite:///{self._database}", "--artifacts-destination", "artifacts"]
-        env = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        env = {
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            # The process that answers is a fork of the one that makes the tables, and must not have its connections.
+            "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",
+        }
         self._log = (self._directory / "server.log").open("w")
-        self._process = subprocess.Popen(
-            [*command, *stores, "--workers", "1"],
-            cwd=self._directory,
-            env=jobs.environment(self._directory, **env),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._process = jobs.start([*command, *stores, "--workers", "1"], self._directory, env, log=self._log.fileno())
         try:
             self._await_health(time.monotonic() + 120)
         except BaseException:

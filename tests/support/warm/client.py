@@ -92,13 +92,15 @@ class WarmProcess:
         return self.returncode
 
 
-def start(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> WarmProcess | None:
+def start(command: Sequence[str], cwd: Path, env: Mapping[str, str], log: int | None) -> WarmProcess | None:
     """Start a job; None where the command cannot be forked, or outside pytest, which has the server."""
     if "TESTS_WARM_DIR" not in os.environ or Program.of(command) is None:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(_server())
     reader, writer = os.pipe()
+    if log is not None:
+        os.dup2(log, writer)
     asked = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode() + b"\n"
     socket.send_fds(connection, [asked[:1]], [writer])
     connection.sendall(asked[1:])

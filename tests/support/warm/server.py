@@ -36,7 +36,11 @@ MODULES = (
     "flytekit",
     "flytekitplugins.kfpytorch",
     "flytekit.bin.entrypoint",
-    "mlflow",
+    "mlflow.cli",
+    "mlflow.server.fastapi_app",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "uvicorn.main",
+    "sklearn.datasets",
 )  # trackio reads its directory from the environment when it is imported; flyte starts a thread
 _MOST_BYTES = 1 << 20
 
