@@ -56,6 +56,7 @@ def test_the_last_lines_of_an_offline_run_say_how_to_send_it(bare_environment, t
     import wandb
 
     # Whatever W&B has read of the environment of an earlier test.
+    bare_environment.setattr("wandb.errors.term._silent", is_silent)
     settings = wandb.Settings(mode="offline", silent=is_silent)
     place = tmp_path / "my logs"
     place.mkdir()
