@@ -44,8 +44,9 @@ _OFFLINE = "offline-"
 ARTIFACT, _JSON, RECORD = b"artifact", b"{", b"record"
 # The records of W&B's client that set something in a run, which a journal has too.
 SETTING = ("config", "summary", "metric", "run", "files")
-# Those that are read too if they are before the first row that is.
-_LASTING = ("run", "config", "metric", "environment")
+# Those of W&B's file of which W&B keeps the last one; and what is read too of what is before the first row that is.
+REPLACING = ("config", "metric", "environment")
+_LASTING = ("run", *REPLACING)
 # How long after the last rows were sent W&B's count of them may be wrong.
 LATE_S = 6.0
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
@@ -206,7 +207,7 @@ class Attempt:
     def kept(self) -> Kept:
         """What its journals have beside rows."""
         settings, artifacts, exit_codes = list[tuple[str, Any, bytes]](), list[bytes](), list[int]()
-        summary: dict[tuple[str, ...], Any] = {}
+        summary = dict[tuple[str, ...], Any]()
         is_late = has_late = False
         for one in self.journals:
             is_late = is_late or "exit_code" in one.header
@@ -221,9 +222,7 @@ class Attempt:
                     has_late = has_late or is_late
                     kind, record = vendor.parse_record(data := a2b_base64(text))
                     if kind == "summary":
-                        for gone in (tuple(item.nested_key) or (item.key,) for item in record.remove):
-                            summary = {key: item for key, item in summary.items() if key[: len(gone)] != gone}
-                        summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
+                        change_summary(summary, record)
                     else:
                         settings.append((kind, record, data))
         return Kept([*settings, ("summary", list(summary.values()), b"")], artifacts, exit_codes, has_late)
@@ -267,9 +266,8 @@ class Attempt:
             kept = self._kept(last.step)
             if (same := next(kept, None)) is not None and (same.step, same.time) == last[:2]:
                 return kept
-        rows, file = list(self._kept(0)), datastore.file_in(self.directory)
-        known = [] if file is None else [mark.time for mark in datastore.marks_in(file)]
-        new = rows[behind([row.time for row in rows], known) :]
+        rows, known = list(self._kept(0)), datastore.marks_in(datastore.file_in(self.directory))
+        new = rows[behind([row.time for row in rows], (mark.time for mark in known)) :]
         return (row._replace(step=last.step + 1 + place) for place, row in enumerate(new))
 
     def _kept(self, since: int) -> Iterator[Row]:
@@ -325,7 +323,7 @@ class Reading:
         kept: Iterator[Row] | None = None
         for _ in range(_LOOKS):
             position = self._position
-            new = () if self._file is None else datastore.records_from(self._file, position, is_written=is_written)
+            new = datastore.records_from(self._file, position, is_written=is_written)
             for self._position, data in new:
                 kind, record = vendor.parse_record(data)
                 if self._position > self._begin or kind in _LASTING:
@@ -338,6 +336,15 @@ class Reading:
         for row in islice(kept or (), self._kept, None):
             self._kept += 1
             yield "history", row, b""
+
+
+def change_summary(summary: dict[tuple[str, ...], Any], record: Any) -> None:
+    """Change a summary, whose items have paths, as a record says."""
+    for item in record.remove:
+        gone = tuple(item.nested_key) or (item.key,)
+        for path in [path for path in summary if path[: len(gone)] == gone]:
+            del summary[path]
+    summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
 
 
 def behind(keys: Sequence[float], known: Iterable[float]) -> int:

@@ -82,8 +82,8 @@ def file_in(directory: Path) -> Path | None:
 def head_of(directory: Path) -> Head:
     """Return how the file in a directory begins. It is read again until it has a row."""
     file, described = file_in(directory), None
-    if file is None or file in _heads:
-        return _heads.get(file, Head())
+    if file in _heads:
+        return _heads[file]
     for _, data in records_from(file):
         kind, record = vendor.parse_record(data)
         if kind == "run" and described is None:
@@ -109,7 +109,7 @@ def last_rows(directory: Path, below: float = math.inf) -> list[Mark]:
     return list(takewhile(lambda mark: mark.step < below, marks_in(file, max(0, place) * _BLOCK)))
 
 
-def marks_in(file: Path, position: int = 0) -> Iterator[Mark]:
+def marks_in(file: Path | None, position: int = 0) -> Iterator[Mark]:
     """Yield the marks of a file's rows, from a position on."""
     for end, data in records_from(file, position):
         kind, record = vendor.parse_record(data)
@@ -122,7 +122,7 @@ def marks_in(file: Path, position: int = 0) -> Iterator[Mark]:
 def exit_code_of(directory: Path) -> int | None:
     """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
     file, rows = file_in(directory), last_rows(directory)
-    for _, data in () if file is None else records_from(file, rows[-1].position if rows else 0):
+    for _, data in records_from(file, rows[-1].position if rows else 0):
         kind, record = vendor.parse_record(data)
         if kind == "exit":  # the first one: one that is cut gets another one
             return int(record.exit_code)
@@ -132,7 +132,7 @@ def exit_code_of(directory: Path) -> int | None:
 def saved_in(directory: Path) -> tuple[list[str], list[bytes]]:
     """Return the names of the files that were saved for the run, also of those of rows; and artifacts, serialized."""
     file, names, artifacts = file_in(directory), list[str](), list[bytes]()
-    for _, data in () if file is None else records_from(file):
+    for _, data in records_from(file):
         kind, record = vendor.parse_record(data)
         if kind == "files":
             names += [item.path for item in record.files]
@@ -180,19 +180,21 @@ def arguments_of(record: Any) -> dict[str, Any]:
     }
 
 
-def records_from(path: Path, position: int = 0, *, is_written: bool = False) -> Iterator[tuple[int, bytes]]:
+def records_from(path: Path | None, position: int = 0, *, is_written: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the records from a position in the file on, each with the position behind it. One block is in memory.
 
     A torn end, as a kill leaves it, is left out. So is a damaged record, with a warning.
 
     Args:
-        path: The file.
+        path: The file; None for none, which has no records.
         position: 0, or one that was yielded.
         is_written: Whether a process still writes: what looks damaged has not been written completely.
 
     Raises:
         OSError: The file cannot be read, or is another user's.
     """
+    if path is None:
+        return
     parts, is_begun = b"", False
     for end, kind, fragment in _fragments(path, max(_HEADER, position), is_written):
         if kind in (_FULL, _FIRST):

@@ -40,16 +40,16 @@ from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import Journal, encode, require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.wandb import attempts, datastore, outbox, roles, vendor
-from flyteplugins_tracking.trackers.wandb.attempts import Attempt, Place, Reading, label_in
+from flyteplugins_tracking.trackers.wandb.attempts import REPLACING, Attempt, Place, Reading, label_in
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 
 logger = logging.getLogger(__name__)
 
-# The records beside rows that are sent as they are. Of the first ones W&B keeps the last, of the second ones all. In a
-# shared run, those of the third kind are the primary's. Saved files and artifacts are sent at the end.
-_REPLACING, _ADDING = ("config", "metric", "environment"), ("stats", "output", "output_raw", "alert")
+# Beside `REPLACING`, the records that are sent as they are: W&B keeps all. In a shared run, those of the second
+# kind are the primary's. Saved files and artifacts are sent at the end.
+_ADDING = ("stats", "output", "output_raw", "alert")
 _OF_PRIMARY = ("environment", "preempting", *_ADDING[:-1])
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
 _SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
@@ -429,11 +429,9 @@ class Sender:
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
         elif kind == "summary":
-            for gone in (tuple(item.nested_key) or (item.key,) for item in record.remove):
-                self._summary = {path: item for path, item in self._summary.items() if path[: len(gone)] != gone}
-            self._summary.update({tuple(item.nested_key) or (item.key,): item for item in record.update})
+            attempts.change_summary(self._summary, record)
             self._removed += record.remove
-        elif kind in _REPLACING:
+        elif kind in REPLACING:
             vendor.forward(self._run, data)
 
     def _describe(self, read: _Read, described: dict[str, Any]) -> None:
@@ -454,7 +452,7 @@ class Sender:
                 vendor.forward_summary(self._run, record)
             elif kind == "run" in kinds:
                 self._describe(self._reads[attempt.directory], {**datastore.arguments_of(record), "config": {}})
-            elif kind in kinds and kind in _REPLACING:
+            elif kind in kinds and kind in REPLACING:
                 vendor.forward(self._run, data)
 
     def _summarize(self) -> None:
