@@ -104,7 +104,8 @@ def test_a_text_with_fields_of_other_types_ends_nothing_and_is_told_once(store, 
     wait_until(lambda: rows)
     Board(store, "pulse").put("1", '{"step_s": "a", "put_at": 1e18}')
     wait_until(lambda: len(caplog.records) == 2)
-    Board(store, "pulse").put("1", to_text(Pulse(step_s=3.0, put_at=1e18)))
+    # Later than the damaged one: a rank whose pulse keeps its time is silent after 0.04 s.
+    Board(store, "pulse").put("1", to_text(Pulse(step_s=3.0, put_at=2e18)))
     wait_until(lambda: any(row.get("ranks/step_time/max") == 3.0 for row in rows))
     watch.remove(pulse)
     assert len(caplog.records) == 2
