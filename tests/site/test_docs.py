@@ -22,6 +22,7 @@ import re
 import runpy
 import shlex
 import sqlite3
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ from typing import Any
 import include
 import pytest
 import yaml
-from support import jobs
+from support import jobs, vendors
 from wandb_files import read_runs
 
 import flyteplugins_tracking.testing
@@ -320,6 +321,14 @@ def test_included_files_are_run_by_a_test():
         assert (ROOT / path).is_file()
         named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
         assert named.search(text), path
+
+
+def test_the_tests_of_the_table_of_versions_are_there():
+    """A version of which one cannot be found would have none that runs."""
+    named = sorted({name for names in vendors.TESTS.values() for name in names})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *named]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_commands_name_what_is_there(subtests):
