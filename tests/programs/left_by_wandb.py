@@ -166,12 +166,18 @@ def log_listed() -> None:
     time.sleep(1)
 
 
-def log_artifact() -> None:
+def log_artifact(policy: str = "mutable") -> None:
     log_rows()
     Path("weights.txt").write_text("weights" * 1000)
     artifact = wandb.Artifact("weights", "model")
-    artifact.add_file("weights.txt")
+    artifact.add_file("weights.txt", policy=policy)
     get_run().log_artifact(artifact)
+
+
+def log_immutable() -> None:
+    """An artifact of which W&B's client makes no copy."""
+    log_artifact("immutable")
+    time.sleep(1)
 
 
 @tracking_init(project="p", id=os.environ.get("RUN", "run"), run_mode=os.environ.get("RUN_MODE", "auto"))

@@ -638,7 +638,7 @@ class Files:
 
     def leave_out_sent(self) -> None:
         """Leave out artifacts of attempts that were online whose copies the client has removed: W&B has these."""
-        self.artifacts = [one for one in self.artifacts if one.is_whole or one.has_listing or one in self._offline]
+        self.artifacts = [one for one in self.artifacts if one.is_whole or not one.was_copied or one in self._offline]
 
     def send(self, run: Any, is_tried: bool = True, waits: bool = True) -> None:
         """Send them with an open run.
@@ -679,8 +679,8 @@ class Files:
         if names := self.keep_lacking(directory):
             raise TrackerUnavailableError(
                 f"{directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are not on "
-                "this disk, or W&B does not take them. If the job had WANDB_DATA_DIR, set it and send again. Else log "
-                "them again, or remove the directory to give them up"
+                "this disk as they were, or W&B does not take them. If the job had WANDB_DATA_DIR, set it and send "
+                "again. Else log them again, or remove the directory to give them up"
             )
 
     def _not_taken(self) -> list[str]:
@@ -782,7 +782,7 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
     if names := [one.name for one in files.artifacts if one.is_whole]:
         logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", run_id, ", ".join(names))
     if names := files.keep_lacking(directories[-1]):
-        text = "W&B: run %s: files that were logged before are not on this disk any more. Log them again: %s"
+        text = "W&B: run %s: files that were logged before are not on this disk as they were. Log them again: %s"
         logger.warning(text, run_id, ", ".join(names))
     if files or sender.rows:
         made.earlier = directories

@@ -685,39 +685,47 @@ class KeptArtifact(NamedTuple):
     Attributes:
         name: Its name.
         record: What wandb-core gets.
-        is_whole: Whether this disk has all its files. The client makes copies, which it removes when W&B has them.
+        is_whole: Whether this disk has all its files.
+        was_copied: Whether these are copies of the client's, which it removes when W&B has them. With
+            `policy="immutable"`, it makes none.
     """
 
     name: str
     record: Any
     is_whole: bool
+    was_copied: bool
 
     @classmethod
     def of(cls, data: bytes) -> KeptArtifact:
-        """Read an artifact that was serialized. Of its files, only those count that are copies of the client's.
-
-        The record may be a stranger's, and name any file of this user.
-        """
+        """Read an artifact that was serialized."""
         record = _messages().ArtifactRecord()
         record.ParseFromString(data)
         manifest, copies = record.manifest, Path(_staging_directory())
-        is_whole = True
+        is_whole = was_copied = True
         if manifest.manifest_file_path:  # it lists the files of an artifact with many. wandb-core removes it first
             listing = copies / "artifact_manifests" / Path(manifest.manifest_file_path).name
-            is_whole, manifest.manifest_file_path = is_own_file(listing), str(listing)
-        for entry in manifest.contents:
-            if entry.local_path and not is_own_file(copies / Path(entry.local_path).name):
-                is_whole = False
-            entry.local_path = entry.local_path and str(copies / Path(entry.local_path).name)
-        return cls(record.name, record, is_whole)
-
-    @property
-    def has_listing(self) -> bool:
-        """Whether a file lists its files, which wandb-core removes before it sends these."""
-        return bool(self.record.manifest.manifest_file_path)
+            is_whole, was_copied = is_own_file(listing), False
+            manifest.manifest_file_path = str(listing)
+        for entry in (entry for entry in manifest.contents if entry.local_path):
+            path = Path(entry.local_path)
+            if path.parent.name == copies.name:
+                path = copies / path.name
+            is_whole = is_whole and is_own_file(path)
+            was_copied = was_copied and path.parent == copies
+            entry.local_path = str(path)
+        return cls(record.name, record, is_whole, was_copied)
 
     def send(self, run: Any) -> Any:
-        """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
+        """Give it to the wandb-core of an open run. Returns what `was_sent` takes; None if it is not to be sent.
+
+        The record may be a stranger's, and name any file of this user. So a file that is no copy has the digest that
+        the record says.
+        """
+        copies = Path(_staging_directory())
+        for entry in self.record.manifest.contents:
+            path = Path(entry.local_path)
+            if entry.local_path and path.parent != copies and not (is_own_file(path) and _md5(path) == entry.digest):
+                return None
         request = _messages().LogArtifactRequest(artifact=self.record)
         request.artifact.run_id, request.staging_dir = run.id, _staging_directory()
         return interface_of(run)._deliver_artifact(request)
@@ -864,11 +872,15 @@ def _differs(stored: Any, path: Path | None, has_later: bool) -> bool:
     at = str(stored.updated_at or "")[:19]
     if has_later and at and datetime.fromisoformat(f"{at}+00:00").timestamp() > path.stat().st_mtime:
         return False
+    return bool(stored.md5 != _md5(path))
+
+
+def _md5(path: Path) -> str:
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while part := file.read(_PART):
             digest.update(part)
-    return bool(stored.md5 != b64encode(digest.digest()).decode())
+    return b64encode(digest.digest()).decode()
 
 
 class Reader:
