@@ -210,7 +210,7 @@ class Job:
             output="\n".join(one.output for one in done),
             seconds=seconds,
             slowest_log_s=max((float(seconds) for _, _, seconds, _ in logs), default=0.0),
-            steps=tuple(row["_step"] for row in rows),
+            steps=tuple(row.get("_step", -1) for row in rows),  # none in W&B's shared mode before 0.25
             config=runs[-1].config if runs else {},
             failures=tuple(_failure(run) for run in sorted(runs, key=lambda run: run.id)),
             told=all(_is_told(run) for run in runs),

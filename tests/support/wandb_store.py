@@ -593,7 +593,8 @@ class Operations:
         return {"updateArtifactManifest": {"artifactManifest": self._manifest(given["artifactManifestID"])}}
 
     def CreateArtifactFiles(self, given: Json) -> Json:
-        for asked in given["input"]["artifactFiles"]:
+        files = given.get("input", given)["artifactFiles"]  # without an input before wandb 0.26
+        for asked in files:
             for version in self._store.versions(asked["artifactID"]):
                 version.files = {**version.files, asked["name"]: asked["md5"]}
         nodes = [
@@ -603,7 +604,7 @@ class Operations:
                 "uploadHeaders": [],
                 "artifact": {"id": asked["artifactID"]},
             }
-            for asked in given["input"]["artifactFiles"]
+            for asked in files
         ]
         return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
@@ -647,6 +648,14 @@ class Operations:
         return self._of_project(given, run=run and run.as_read())
 
     RunState = RunHistoryKeys = Run  # which ask for less of it
+
+    def ProbeProjectInput(self, _: Json) -> Json:
+        """What a project can be asked for, before wandb 0.23."""
+        return {"ProjectType": {"fields": [{"name": "internalId"}]}}
+
+    def InputFields(self, given: Json) -> Json:
+        """What a mutation takes besides what all servers do, before wandb 0.26."""
+        return {"TypeInfo": {"name": given["typeName"], "inputFields": []}}
 
     def Runs(self, given: Json) -> Json:
         """All of each run, also where only the lighter part of it was asked for."""
