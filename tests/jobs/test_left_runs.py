@@ -101,10 +101,13 @@ def expected(*attempts: int) -> list[int]:
 DIAGONAL = [("online", "send"), ("offline", "next"), ("offline", "watch")]
 
 
-@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.wide)])
-def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, by):
+@pytest.mark.parametrize("by", ["send", pytest.param("next", marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_in_file", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_rows_that_are_sent_again_have_the_axis_that_the_client_adds(tmp_path, by, is_in_file):
+    """Before 0.31, W&B's client writes its file each 32 KiB: then the rows are in our journal alone."""
+    env = {} if is_in_file else {"WANDB__TRANSACTION_LOG_FLUSH_INTERVAL": "60"}
     with WandbServer() as server:
-        log(tmp_path, server, "axis", "kill")
+        log(tmp_path, server, "axis", "kill", env=env)
         send(tmp_path, server) if by == "send" else log(tmp_path, server, "nothing", "return", 1)
         run = server.run("run")
         assert numbers(run) == expected(0)
@@ -134,6 +137,22 @@ def test_what_is_set_when_wandb_core_has_died_is_sent_though_its_process_is_kill
         assert (run.summary["row"], run.summary["best"], run.config["late"]) == (11, 5, 1)
         assert (run.name, list(run.tags)) == ("renamed", ["tagged"])
         assert run.files["saved.txt"] == b"saved"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["artifact", "image"])
+def test_the_first_call_that_meets_a_dead_wandb_core_loses_no_file(tmp_path, what):
+    """The directory has a name that is a pattern too, as one of Hydra's may be."""
+    directory = tmp_path / "layers=[64,64]"
+    directory.mkdir()
+    with WandbServer() as server:
+        output = log(directory, server, f"{what}_when_dead", "return")
+        run = server.run("run")
+        assert (numbers(run), run.state) == ([*expected(0), 10], "finished"), output
+        if what == "artifact":
+            assert run.committed.keys() == {"weights"}, output
+        else:
+            assert run.rows[-1]["image"]["path"] in run.files
 
 
 @pytest.mark.wide

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import wandb
 from wandb.sdk.interface import interface
@@ -134,12 +135,27 @@ def log_named() -> None:
 
 def log_dead() -> None:
     """wandb-core is killed behind the rows."""
+    kill_core_behind_rows()
+    get_run().log({"row": 1000 * NUMBER + ROWS})
+
+
+def kill_core_behind_rows() -> None:
     log_rows()
     for child in psutil.Process().children():
         if "wandb-core" in child.name():
             child.kill()
             child.wait()
-    get_run().log({"row": 1000 * NUMBER + ROWS})
+
+
+def log_artifact_when_dead() -> None:
+    kill_core_behind_rows()
+    log_weights()
+    get_run().log({"row": ROWS})
+
+
+def log_image_when_dead() -> None:
+    kill_core_behind_rows()
+    get_run().log({"row": ROWS, "image": wandb.Image(np.zeros((4, 4, 3), np.uint8))})
 
 
 def log_set_when_dead() -> None:
@@ -166,17 +182,22 @@ def log_listed() -> None:
     time.sleep(1)
 
 
-def log_artifact(policy: str = "mutable") -> None:
-    log_rows()
+def log_weights(policy: str = "mutable") -> None:
     Path("weights.txt").write_text("weights" * 1000)
     artifact = wandb.Artifact("weights", "model")
     artifact.add_file("weights.txt", policy=policy)
     get_run().log_artifact(artifact)
 
 
+def log_artifact() -> None:
+    log_rows()
+    log_weights()
+
+
 def log_immutable() -> None:
     """An artifact of which W&B's client makes no copy."""
-    log_artifact("immutable")
+    log_rows()
+    log_weights("immutable")
     time.sleep(1)
 
 

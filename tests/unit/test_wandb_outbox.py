@@ -378,6 +378,19 @@ def test_a_file_is_read_on_while_it_is_written(tmp_path):
     assert found == payloads
 
 
+@pytest.mark.parametrize("at", [1.5, "yesterday", None, [1]])
+def test_a_row_may_have_any_step_key_and_time(at):
+    """A time in nanoseconds as the step, more than a float has; a key without a character; a time of the function's."""
+    from wandb.proto.wandb_internal_pb2 import HistoryRecord
+
+    record, step = HistoryRecord(), 1_795_964_203_626_989_101
+    for key, value in (("_step", step), ("", 1), ("_timestamp", at)):
+        record.item.add(nested_key=[key] if key else [], value_json=json.dumps(value))
+    row = datastore.row_of(record)
+    assert (row.step, row.columns) == (step, {"", "_timestamp"})
+    assert row.time == (1.5 if at == 1.5 else 0)
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_the_last_rows_below_a_step_are_found_without_reading_the_file(tmp_path, is_damaged):
     """Rows of a few bytes and of several blocks, with steps left out, and much else between and behind them."""

@@ -251,7 +251,7 @@ def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
 
 def name_of(item: Any) -> str:
     """Return the column of a value: its key, or the first one of a nested value. In W&B's file all are nested."""
-    return str(item.key or item.nested_key[0])
+    return str(item.key or "".join(item.nested_key[:1]))
 
 
 def row_of(record: Any) -> Row:
@@ -260,9 +260,10 @@ def row_of(record: Any) -> Row:
     for item in record.item:
         key = name_of(item)
         if key == "_step":
-            step = int(float(vendor.json_of(item)))
+            step = int(json.loads(vendor.json_of(item)))  # more than a float has, if it is a time in nanoseconds
         elif key != "_runtime":  # wandb-core gives it
             items.append(item)
             columns.add(key)
-            time = float(vendor.json_of(item)) if key == "_timestamp" else time
+            if key == "_timestamp" and isinstance(given := json.loads(vendor.json_of(item)), (int, float)):
+                time = float(given)
     return Row(step, time, items, columns)

@@ -163,8 +163,8 @@ class WandbOutbox:
                 publish(record, **({} if waits else self._nowait))
                 self.put(record.request.partial_history)
         else:  # without the lock: the client's own thread may print, which is a record too
+            self._keep(record)  # first: a wandb-core that has died raises
             publish(record, **more)
-            self._keep(record)
 
     def _deliver(self, deliver: Callable[[Any], Any], record: Any) -> Any:
         """Give wandb-core a record that it answers. An artifact is kept before that."""

@@ -186,7 +186,12 @@ class WandbHandle(ClientHandle):
         def call(used: Callable[..., Any] = method) -> Any:
             return used(self.run, *args, **kwargs)
 
-        return self._gate.call(call, lambda: self._keep(lambda: call(late or method), f"{method.__name__}()"))
+        used = late or (self._late_step if method.__name__ == "step" else method)
+        return self._gate.call(call, lambda: self._keep(lambda: call(used), f"{method.__name__}()"))
+
+    def _late_step(self, _: Any) -> int:
+        """The step of a run that has ended: nobody is asked for it."""
+        return self._outbox.next_step or 0
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the config that changes it. A later attempt may change what an earlier one has set."""
@@ -337,6 +342,7 @@ class WandbHandle(ClientHandle):
         )
         self._has_died = self._has_left = True
         vendor.set_finished(self.run)
+        vendor.drop_unusable_service()  # an artifact asks another one what W&B has
         self._be_global()
 
     @property

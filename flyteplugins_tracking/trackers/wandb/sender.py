@@ -96,6 +96,7 @@ class _Read:
         keys: What tells them, if a later attempt may have logged them again.
         has_later: Whether one may.
         is_last: Whether there is no later one.
+        is_defined: Whether the run has the axes that its process has defined.
     """
 
     column: str | None
@@ -108,6 +109,7 @@ class _Read:
     keys: list[float] = field(default_factory=list)
     has_later: bool = False
     is_last: bool = False
+    is_defined: bool = False
 
 
 class Sender:
@@ -264,8 +266,6 @@ class Sender:
         """
         sizes = [attempts.file_size(path) for path in directories]
         try:
-            for path in directories:  # before rows, which get the columns of axes
-                self._repeat((self._reads.get(path) or self._begin(path)).reading.attempt, "metric")
             while self.send(directories):
                 pass
             left = [self._reads[path].reading.attempt for path in directories]
@@ -331,7 +331,7 @@ class Sender:
         column, base = attempt.column, attempt.base
         since = 0 if base is None or column is not None else self._next - base
         read = _Read(column, base, Reading(attempt, since, is_whole=self._is_whole))
-        read.is_ended = not is_written
+        read.is_ended, read.is_defined = not is_written, self._run is None
         self._reads[directory] = read
         opened = None if base is None else datastore.description(directory)
         read.described = opened and datastore.arguments_of(opened)
@@ -370,10 +370,8 @@ class Sender:
         for kind, record, data in read.reading.records(is_written=is_written):
             if kind == "history":
                 self._columns |= record.columns
-                if not data:  # only a journal has it: the file does not have what wandb-core has made of it
-                    self._summary = {
-                        path: item for path, item in self._summary.items() if path[0] not in record.columns
-                    }
+                if not data:
+                    self._prepare(read, record)
                 if (row := self._new(read, record)) is not None:
                     self._forward(passed)
                     for name in media:
@@ -389,6 +387,13 @@ class Sender:
                 self._pass_on(read, kind, record, data)
         self._summarize()
         self._forward(passed)
+
+    def _prepare(self, read: _Read, row: Row) -> None:
+        """Prepare the run for a row that only a journal has: the file does not have what wandb-core makes of it."""
+        if not read.is_defined:  # it adds the columns of axes
+            read.is_defined = True
+            self._repeat(read.reading.attempt, "metric")
+        self._summary = {path: item for path, item in self._summary.items() if path[0] not in row.columns}
 
     def _new(self, read: _Read, row: Row) -> Row | None:
         """Return a row at its step in the run; None if W&B has it."""
@@ -707,7 +712,7 @@ def save_again(run: Any, files: Path, name: str) -> bool:
     """Have a file that an attempt has saved be uploaded with this run. Returns False if this disk lacks it."""
     path = own_file_in(files, name)
     if path is not None:
-        run.save(glob.escape(str(path)), base_path=str(files), policy="now")
+        run.save(glob.escape(str(path)), base_path=glob.escape(str(files)), policy="now")
     return path is not None
 
 
@@ -869,6 +874,8 @@ def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender
             deaths += not is_away
             is_death = type(error).__module__.startswith(_OF_SERVICE) or (sender is not None and sender.is_lost(error))
             if not (is_death or is_away) or deaths > _DEATHS:
+                if close is None:  # before 0.31, the process would wait at its exit for the end of the run
+                    vendor.kill_service()
                 raise
             logger.warning("W&B: what is left in %s is sent once more: %s", directories[-1], first_line(error))
             time.sleep(_POLL_S)

@@ -193,6 +193,7 @@ def kill_service() -> None:
     with _optional("a run that could not be opened is not sent by this process any more"):
         session()._connection._proc._process.kill()
         _exit_code_of(session()._connection, _ANSWER_S)
+        restart_service()
 
 
 def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit_s: float) -> None:
@@ -305,10 +306,10 @@ def service_gone(run: Any, error: BaseException | None) -> tuple[type[BaseExcept
 
     Without it, only a `ConnectionError` is recognized.
     """
-    module = type(error).__module__
+    modules = [type(one).__module__ for one in causes(error)]
     # The second: after `wandb.teardown`, which has sent all rows. `wandb.agent` calls it before each trial. In a thread
     # that has got the id of the client's own, ended thread, wandb raises a ValueError.
-    is_gone = module.startswith(("wandb.sdk.mailbox", "wandb.sdk.lib.asyncio_manager")) or (
+    is_gone = any(one.startswith(("wandb.sdk.mailbox", "wandb.sdk.lib.asyncio_manager")) for one in modules) or (
         isinstance(error, ValueError) and _exit_code_of(_connection_of(run), 0) is not None
     )
     # A wandb-core that has answered lives: in W&B's shared mode, it refuses to say the run's step.
@@ -560,6 +561,7 @@ def set_finished(run: Any) -> None:
     Without it, a `wandb.init` after this run may return it.
     """
     run._is_finished = True
+    vars(run)["_cached_public_api"] = None  # it asks by way of wandb-core
     with _optional("wandb.init may return a run whose wandb-core has died"):
         _forget(run)
 
