@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from flyteplugins_tracking._commands.directories import Found, has_unsent, hold, noting, require_unwatched
-from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.text import causes, first_line, printable, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
-from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal, stored
+from flyteplugins_tracking.trackers.journal import SUFFIX, StoredJournal
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
 from flyteplugins_tracking.trackers.wandb import datastore, sender, vendor
@@ -42,7 +41,6 @@ _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 _OF_OTHERS = (
     "runs of MLflow, Pluto and Trackio are not watched. Send them when the attempt has ended, for instance from cron"
 )
-_loading = register(OwnLock())
 
 
 class WatchedRun:
@@ -63,7 +61,7 @@ class WatchedRun:
     def __init__(self, name: str, watched: Collection[Path]) -> None:
         """`watched` are the directories that this process watches."""
         self.name, self.directories, self._watched = name, list[Path](), watched
-        self._refusal, self._again_at = "", 0.0  # why W&B has not taken its rows, and when it is opened again
+        self._again_at = 0.0  # when it is opened again, since W&B has not taken its rows
         self._seen: object = None
         self._sign_at = 0.0
 
@@ -82,6 +80,8 @@ class WatchedRun:
 
     def act(self) -> None:
         """Send what is new, and the end of a run that has ended."""
+        if self.is_written and time.monotonic() < self._again_at:
+            return
         try:
             was_open = self.opened is not None
             if not was_open:
@@ -109,7 +109,7 @@ class WatchedRun:
         """
         require_unwatched(self.directories[0], self._watched)
         # Settings that another thread loads just now still name W&B's own server, which would get the key.
-        with _loading.lock:
+        with vendor.opening.lock:
             server = vendor.session().settings.base_url
         if not vendor.has_credentials(server):  # W&B's client would ask for one in the terminal
             text = f"there is no API key for {without_credentials(server)}: run `wandb login`, or set WANDB_API_KEY"
@@ -136,8 +136,6 @@ class WatchedRun:
         if self._is_online():
             self.let_go()
         elif self.opened is None and self.is_written and any(map(_is_described, self.directories)):
-            if time.monotonic() < self._again_at:
-                raise TrackerUnavailableError(self._refusal)
             self.opened = sender.Sender.open(self.directories)
         if not self.is_written:
             return self._finish()
@@ -149,17 +147,17 @@ class WatchedRun:
                     self.opened = None
                 raise
             if refusal := self.opened.refusal:
-                self._refusal = f"W&B does not take the rows that it gets: {refusal}. The run is opened again later"
                 self._again_at = time.monotonic() + _AGAIN_S
                 self.let_go()
-                raise TrackerUnavailableError(self._refusal)
+                text = f"W&B does not take the rows that it gets: {refusal}. The run is opened again later"
+                raise TrackerUnavailableError(text)
         return ""
 
     def _finish(self) -> str:
         run, self.opened = self.opened, None
         exit_code = None if run is None else run.finish(self.directories)
         # What was never open here; and in a run with several writers, what W&B lacks.
-        left = [path for path in self.directories if not wandb_files.is_synced(path) or stored(path)]
+        left = list(filter(has_unsent, self.directories))
         texts = list(map(sender.send, left))
         return "\n".join(texts) if exit_code is None else f"has ended with exit code {exit_code}, and is sent"
 

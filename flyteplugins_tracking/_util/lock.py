@@ -16,13 +16,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import lock_file, open_own, own_text, private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import lineage, machine, parent, start_time
-from flyteplugins_tracking._util.threads import wait_until
 
 # The errors of a file system without locks: Lustre without `flock`, NFS without its lock daemon, some FUSE.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -111,21 +109,6 @@ class RunLock:
         if self._path is not None:
             _free(self._path)
         self._path = None
-
-
-@contextlib.contextmanager
-def locked(path: Path, timeout_s: float = float("inf")) -> Iterator[None]:
-    """Hold the lock of a file of this user's, which is made and removed, against other processes and threads.
-
-    Raises:
-        OSError: The file cannot be locked, or is not free in time.
-    """
-    if not wait_until(lambda: _hold(path), timeout_s, _POLL_S):
-        raise TimeoutError(f"{path} is locked by {holder_of(path)}")
-    try:
-        yield
-    finally:
-        _free(path)
 
 
 def holder_of(path: Path) -> str:

@@ -114,7 +114,7 @@ class ClientHandle(Handle):
         self._ended_with: int | None = None  # the status that `end` has got
         self._late = threading.RLock()  # held while something is logged to a run that a signal has ended
         self._waiting: deque[Callable[[], object]] = deque()  # what was logged while it ended
-        self._is_late = False  # whether something was logged since
+        self._is_late = False  # whether something was logged since, or is kept because the service's process has died
         self._next_row = NextRow()
         self._last_step: Any = None  # the last `step=` of a row
         self.warn_once = WarnOnce(logger)

@@ -141,11 +141,13 @@ def test_a_holder_of_another_family_is_waited_for():
 def test_processes_that_come_and_go_never_hold_it_together(tmp_path):
     """Each removes the file that another one may have just opened."""
     program = (
-        "import sys, tempfile; from pathlib import Path; from flyteplugins_tracking._util.lock import locked\n"
+        "import sys, time; from pathlib import Path; from flyteplugins_tracking._util.lock import RunLock\n"
         "folder = Path(sys.argv[1])\n"
         "for _ in range(30):\n"
-        "    with locked(folder / 'lock'):\n"
-        "        (folder / 'inside').touch(exist_ok=False); (folder / 'inside').unlink()\n"
+        "    while (lock := RunLock.of_file(folder / 'lock')) is None:\n"
+        "        time.sleep(0.001)\n"
+        "    (folder / 'inside').touch(exist_ok=False); (folder / 'inside').unlink()\n"
+        "    lock.release()\n"
     )
     ends = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
     assert [end.wait(LONG_S) for end in ends] == [0, 0, 0]

@@ -194,3 +194,16 @@ def test_runs_that_are_opened_at_once_use_the_server_that_is_set_up(tmp_path, mo
         for _ in range(2):
             pool.submit(run.require_usable)
     assert servers == ["https://own", "https://own"]
+
+
+def test_a_run_that_has_only_a_damaged_file_left_is_refused(tmp_path, watcher, monkeypatch):
+    """It was neither sent nor refused, and `--until-done` did not end."""
+    session = SimpleNamespace(settings=SimpleNamespace(base_url="https://own"), _connection=None)
+    monkeypatch.setattr(vendor, "session", lambda: session)
+    monkeypatch.setattr(vendor, "has_credentials", lambda _: True)
+    directory = wandb_run(tmp_path, "x")
+    attempts.mark_synced(directory)
+    (directory / "rows.journal.txt").write_bytes(b"damaged")
+    look_until_done(watcher)
+    (run,) = watcher.runs.values()
+    assert "which are damaged or not yours alone: rows.journal.txt" in run.error

@@ -78,7 +78,7 @@ def begun(run, has_one_writer: bool = True) -> outbox.WandbOutbox:
         online.setattr(type(run), "offline", False)
         online.setattr(vendor.Reader, "stored", lambda _: None)  # there is no server
         made = vars(run)[outbox.OUTBOX] = outbox.WandbOutbox(
-            run, outbox.run_directory(run), has_one_writer, step_metric="global_step", restart_count=1
+            run, has_one_writer, step_metric="global_step", restart_count=1
         )
         sender.send_earlier(request_of(), run)
     return made
@@ -231,7 +231,7 @@ def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlie
     for name in [image["path"], "media/odd[1].png", *names]:
         saved.files.files.add().path = name
     journal = Journal(earlier, "rows-2", {"place": Place.of(run), "step": ROWS})
-    journal.add(outbox.record_of_setting(saved.SerializeToString()))
+    journal.add(outbox.record_of_kind(attempts.RECORD, saved.SerializeToString()))
     journal.add(outbox.record_of(serialized({"image": image}), ROWS))
     journal.close()
     begun(run)

@@ -92,8 +92,8 @@ class Kept(NamedTuple):
     """What journals have beside rows.
 
     Attributes:
-        settings: The kinds, contents and bytes of the records that set something in the run; of the summary one, the
-            last.
+        settings: The kind, content and bytes of each record that sets something in the run. The last one is the
+            summary: its content is a list of items.
         artifacts: Artifacts, serialized.
         exit_codes: The statuses with which the run was ended.
         has_late_settings: Whether something was set in the run behind its end.
@@ -145,7 +145,7 @@ class Attempt:
         """Whether it was offline because W&B could not be used, and its file is not sent."""
         return bool(self.header("is_automatic")) and not is_synced(self.directory)
 
-    @property
+    @functools.cached_property
     def column(self) -> str | None:
         """The column with the numbers of its rows; None if they have steps."""
         known: str | None = self.header("column")
@@ -161,10 +161,9 @@ class Attempt:
     @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
-        in_headers = (one.header["exit_code"] for one in self.journals if "exit_code" in one.header)
-        for code in chain(in_headers, self.kept.exit_codes):
-            return int(code)
-        return datastore.exit_code_of(self.directory)  # a copy may have a journal that its process has removed, cut off
+        codes = self.kept.exit_codes
+        # The second: a copy may have a journal that its process has removed, cut off.
+        return int(codes[0]) if codes else datastore.exit_code_of(self.directory)
 
     @property
     def base(self) -> int | None:
@@ -177,7 +176,7 @@ class Attempt:
         return None
 
     def keep_base(self, step: int) -> int:
-        """Keep that, before the first row is sent: whoever sends again gives its rows the same steps."""
+        """Keep this base before the first row is sent: whoever sends again gives the rows the same steps."""
         if self.is_offline and (file := datastore.file_in(self.directory)) is not None:
             replace_whole(Path(f"{file}{_STATE}"), encode({"starting_step": step, "sent_by": socket.gethostname()}))
         return step
@@ -208,19 +207,20 @@ class Attempt:
         """What its journals have beside rows."""
         settings, artifacts, exit_codes = list[tuple[str, Any, bytes]](), list[bytes](), list[int]()
         summary = dict[tuple[str, ...], Any]()
-        is_late = has_late = False
+        has_late = False
         for one in self.journals:
-            is_late = is_late or "exit_code" in one.header
+            exit_codes += [one.header["exit_code"]] if "exit_code" in one.header else []
             for entry in one.entries():
                 head, _, text = entry.data.partition(b" ")
                 if head.startswith(_JSON):
                     exit_codes.append(json.loads(entry.data)["exit_code"])
-                    is_late = True
                 elif head == ARTIFACT:
                     artifacts.append(a2b_base64(text))
                 elif head == RECORD:
-                    has_late = has_late or is_late
+                    has_late = has_late or bool(exit_codes)
                     kind, record = vendor.parse_record(data := a2b_base64(text))
+                    if kind == "run":  # has the config as it was then: what is changed in it has records of its own
+                        record.ClearField("config")
                     if kind == "summary":
                         change_summary(summary, record)
                     else:

@@ -25,24 +25,30 @@ _GONE_S, _POLL_S = 0.5, 0.01
 
 
 class Upload:
-    """The upload at a run's end. wandb-core does it, and tells how far it is."""
+    """The upload at a run's end. wandb-core does it, and tells how far it is.
 
-    def __init__(self, run: Any, limit: EndLimit) -> None:
-        self._run, self._limit, self._place = run, limit, Place.of(run)
+    Attributes:
+        place: Where the run is.
+        limit: How long the end may take.
+        run: The run; None before it is open, in a process that opens it again for its end.
+    """
+
+    def __init__(self, place: Place, limit: EndLimit, run: Any = None) -> None:
+        self.place, self.limit, self.run = place, limit, run
         self._last, self._most = _NOTHING, 0
         limit.left = self._left
 
     def lasts(self) -> bool:
         """Whether it is still waited for."""
-        progress = vendor.progress_of(self._run)
+        progress = None if self.run is None else vendor.progress_of(self.run)
         if progress is not None:
             if self._has_moved(progress):
-                self._limit.moved()
+                self.limit.moved()
             self._last = progress
-            is_under_way = progress.doing and not progress.is_troubled and not self._run.offline
+            is_under_way = progress.doing and not progress.is_troubled and not self.run.offline
             # A store may take minutes to answer for a large file, and nothing moves meanwhile.
-            self._limit.asks = self._answers if is_under_way else None
-        return self._limit.lasts()
+            self.limit.asks = self._answers if is_under_way else None
+        return self.limit.lasts()
 
     @property
     def artifacts(self) -> list[str]:
@@ -57,7 +63,7 @@ class Upload:
         return has_grown or not set(last.doing) <= set(progress.doing)
 
     def _answers(self) -> bool:
-        return vendor.stored_run(self._place) is not None
+        return vendor.stored_run(self.place) is not None
 
     def _left(self) -> str:
         doing, of_files = "; ".join(self._last.doing[:3]), ""

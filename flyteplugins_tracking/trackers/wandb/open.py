@@ -135,7 +135,7 @@ def _open_here(request: RunRequest) -> Any:
         has_id = not vendor.restart_service()
         if not client.degrades(request, unavailable):
             raise
-        run = _init(_with_another_id(request) if has_id else request, mode="offline", is_automatic=True)
+        run = _init(_with_another_id(request) if has_id else request, is_automatic=True)
         logger.warning(
             "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
             "available, run: %s",
@@ -149,11 +149,12 @@ def _open_here(request: RunRequest) -> Any:
     return run
 
 
-def _init(request: RunRequest, mode: str | None = None, is_automatic: bool = False) -> Any:
+def _init(request: RunRequest, *, is_automatic: bool = False) -> Any:
+    """Open the run; offline if `is_automatic`, since W&B cannot be used."""
     import wandb
 
     try:
-        arguments = _init_arguments(request, mode)
+        arguments = _init_arguments(request, "offline" if is_automatic else request.config.options.get("mode"))
         if not _is_online(arguments):
             run = vendor.init(**arguments)
             outbox.open_outbox(request, run, is_automatic)
@@ -244,14 +245,13 @@ def _is_online(arguments: Mapping[str, Any]) -> bool:
     return mode not in _NOT_ONLINE
 
 
-def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, Any]:
+def _init_arguments(request: RunRequest, mode: str | None) -> dict[str, Any]:
     """Return the arguments for `wandb.init`: the user's, else those of `WANDB_*` variables, else the library's.
 
     Raises:
         TrackerUnavailableError: The run would be online, and there is no key.
     """
     plan, config = request.plan, request.config
-    mode = mode or config.options.get("mode")
     arguments = {
         **{name: value for name, value in config.options.items() if name != HOST},
         "mode": mode,

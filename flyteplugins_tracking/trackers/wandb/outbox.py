@@ -68,7 +68,6 @@ class WandbOutbox:
     """What an open run has logged and W&B may lack: its journal.
 
     Attributes:
-        first_step: The step of the first row that is not an earlier attempt's; None if it is not known.
         next_step: The step of the next row; None if other processes log into the run too.
         column: The column with the numbers of rows; None if they have none. See `roles`.
         numbers: The numbers for rows.
@@ -81,7 +80,6 @@ class WandbOutbox:
         order: Held while a row gets its step and goes to wandb-core, and is kept. Reentrant: a signal handler may log.
     """
 
-    first_step: int | None = None
     next_step: int | None = None
     column: str | None = None
     unkept_rows = 0
@@ -91,22 +89,19 @@ class WandbOutbox:
     _is_late = False  # whether something was kept alone
     _keeper: int | None = None  # the thread whose records come here alone
     _is_row_open = False  # whether what is logged next, without a step, is put into the last row
-    _is_paused = False
     _waited_at = 0.0  # when a row has last waited
 
-    def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
+    def __init__(self, run: Any, has_one_writer: bool, **more: Any) -> None:
         """Keep what is logged from now on.
 
         Args:
             run: The open run, before its methods are guarded.
-            directory: Where the journal is.
             has_one_writer: Whether no other process logs into the run.
             more: What else the readers of the journal need: values of JSON.
         """
-        self.directory, self.place = directory, Place.of(run)
+        self.directory, self.place = run_directory(run), Place.of(run)
         self._is_offline, self.column = bool(run.offline), more.get("column")
-        self.first_step = step = int(run.starting_step)
-        self.next_step = step if has_one_writer else None
+        self.next_step = int(run.starting_step) if has_one_writer else None
         self._header = {"place": self.place, **more}
         self.numbers = row_numbers()
         self._begin()
@@ -124,12 +119,12 @@ class WandbOutbox:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Keep nothing in the body: earlier attempts have it."""
-        self._is_paused = True
+        journal, self._journal = self._journal, Journal.closed()
         try:
             yield
         finally:
-            self._is_paused = False
-            self._journal.describe(step=self.next_step)
+            self._journal, self.unkept_rows = journal, 0
+            journal.describe(step=self.next_step)
 
     def add_writer(self) -> None:
         """Note that wandb-core logs rows of TensorBoard too: the steps of this process's rows are not known then."""
@@ -157,7 +152,7 @@ class WandbOutbox:
         elif record.request.HasField("partial_history"):
             # One that waits finds out that wandb-core has died, and rows for a slow one do not fill the memory.
             now = time.monotonic()
-            waits = now > self._waited_at + _WAIT_S or self._is_paused or self._journal.is_closed
+            waits = now > self._waited_at + _WAIT_S or self._journal.is_closed
             self._waited_at = now if waits else self._waited_at
             with self.order:
                 publish(record, **({} if waits else self._nowait))
@@ -177,12 +172,12 @@ class WandbOutbox:
         elif record.request.HasField("log_artifact"):
             with contextlib.suppress(Exception):  # then a warning at the run's end says that it is not kept
                 self._put_artifact(record.request.log_artifact.artifact.SerializeToString())
-        elif any(record.HasField(kind) for kind in SETTING) and not self._is_paused:
-            self._journal.add(record_of_setting(record.SerializeToString()))
+        elif any(record.HasField(kind) for kind in SETTING):
+            self._journal.add(record_of_kind(RECORD, record.SerializeToString()))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Keep that the next row replaces what was set with these keys in the summary."""
-        self._journal.add(record_of_setting(vendor.removal_of(keys)))
+        self._journal.add(record_of_kind(RECORD, vendor.removal_of(keys)))
 
     def put(self, row: Any) -> None:
         """Keep a row, or a part of one, that wandb-core has got."""
@@ -192,10 +187,9 @@ class WandbOutbox:
             if step < self.next_step:
                 return  # wandb-core drops it
             self.next_step = step
-        if not self._is_paused:
-            known = step if self.next_step is None else self.next_step
-            self._journal.add(record_of(row.SerializeToString(), known, step is not None))
-            self.unkept_rows += self._journal.is_closed
+        known = step if self.next_step is None else self.next_step
+        self._journal.add(record_of(row.SerializeToString(), known, step is not None))
+        self.unkept_rows += self._journal.is_closed
         self._is_row_open = not (commit or (commit is None and step is None))
         if self.next_step is not None and not self._is_row_open:
             self.next_step += 1
@@ -209,9 +203,7 @@ class WandbOutbox:
         self._journal.add(encode({"exit_code": exit_code}))
 
     def _put_artifact(self, data: bytes) -> None:
-        if self._is_paused:
-            return
-        self._journal.add(record_of_artifact(data))
+        self._journal.add(record_of_kind(ARTIFACT, data))
         one = vendor.KeptArtifact.of(data)
         if one.is_whole and not self._journal.is_closed:
             self.kept_artifacts.add(one.name)
@@ -274,7 +266,6 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
         more = {"column": column_of(request.plan.role), "label": label_of(request), "since": since}
     vars(run)[OUTBOX] = WandbOutbox(
         run,
-        run_directory(run),
         has_one_writer=not (has_others or vendor.syncs_tensorboard()),
         is_automatic=is_automatic,
         step_metric=request.config.step_metric,
@@ -303,11 +294,6 @@ def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> b
     return b"%d %d %b" % (-1 if step is None else step, is_placed, b2a_base64(row, newline=False))
 
 
-def record_of_artifact(data: bytes) -> bytes:
-    """Return a serialized artifact as a record of a journal."""
-    return ARTIFACT + b" " + b2a_base64(data, newline=False)
-
-
-def record_of_setting(data: bytes) -> bytes:
-    """Return a serialized record that sets something in a run as a record of a journal."""
-    return RECORD + b" " + b2a_base64(data, newline=False)
+def record_of_kind(kind: bytes, data: bytes) -> bytes:
+    """Return a serialized artifact (`ARTIFACT`), or record that sets something in a run (`RECORD`), as one."""
+    return kind + b" " + b2a_base64(data, newline=False)

@@ -38,8 +38,8 @@ class Placement:
         """`kind` is the client's own class of the run."""
         self._run, self._kind, self._outbox, self._warn_once = run, kind, outbox.of(run), warn_once
         self._column, self._restart_count = request.config.step_metric, request.restart_count
-        known = self._outbox.first_step
-        self._first_step = int(run.starting_step) if known is None else known  # the run has those below it
+        known = self._outbox.next_step  # after the rows that were sent of earlier attempts
+        self._first_step = int(run.starting_step) if known is None else known
         self.distance, self.has_definitions = 0, False
         self._last = -1  # the highest step that was given
         self._in_column: tuple[int, Any] = (-1, None)  # the last place whose step is in the column, and that step

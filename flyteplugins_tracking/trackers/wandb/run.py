@@ -22,6 +22,7 @@ from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.attempts import Place
 from flyteplugins_tracking.trackers.wandb.ending import SweepAgent, Upload
 from flyteplugins_tracking.trackers.wandb.names import HOST
 from flyteplugins_tracking.trackers.wandb.placement import Placement
@@ -51,13 +52,11 @@ class WandbHandle(ClientHandle):
     """An open W&B run. `wandb.run` is this run while the function runs.
 
     Attributes:
-        is_shared: Whether other ranks log into the run too.
         kind: The client's class of the run.
         pid: The process that has opened the run.
         is_described: Whether a `wandb.init` of the function has joined the run.
     """
 
-    is_shared = False
     is_described = False
 
     def __init__(self, run: Any, before: Any, request: RunRequest, barrier: WriterBarrier | None = None) -> None:
@@ -80,9 +79,8 @@ class WandbHandle(ClientHandle):
         kind: Any = type(run)
         self._before, self.kind = before, kind
         self.pid = os.getpid()
-        self._timed_out = False  # whether W&B may lack rows after the run's end
+        self._is_incomplete = False  # whether W&B may lack something after the run's end
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
-        self._has_left = False  # whether W&B is to get more
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
         self._placement = Placement(run, self.kind, request, self.warn_once)
         self._agent = SweepAgent()
@@ -102,7 +100,7 @@ class WandbHandle(ClientHandle):
         return bool(getattr(self.run, "disabled", False))
 
     def unsent(self) -> Sequence[str]:
-        is_behind = self._timed_out or self._has_left or bool(self.run.offline)
+        is_behind = self._is_incomplete or self._is_late or bool(self.run.offline)
         return [str(outbox.run_directory(self.run))] if is_behind and self.files is not None else []
 
     def how_to_send(self, directory: str) -> str:
@@ -249,8 +247,7 @@ class WandbHandle(ClientHandle):
             vendor.update_summary(self.run, self._next_row.take())
 
     def end(self, exit_code: int) -> None:
-        limit = self.end_limit()
-        upload = Upload(self.run, limit)
+        upload = Upload(Place.of(self.run), self.end_limit(), self.run)
         try:
             if exit_code == TERMINATED and self._is_preempted():
                 self.run.mark_preempting()
@@ -260,10 +257,10 @@ class WandbHandle(ClientHandle):
             with self._late:
                 if refusal:
                     self._warn_of_rest(upload, refusal)
-                elif not self._has_left:  # by another thread, while the run ended
+                elif not self._is_late:  # by another thread, while the run ended
                     self._outbox.clear()
         except TimeoutError:
-            self._warn_of_rest(upload, limit.why)
+            self._warn_of_rest(upload, upload.limit.why)
         except (KeyboardInterrupt, SystemExit):
             self._warn_of_rest(upload, "its end was interrupted")
             raise
@@ -279,8 +276,8 @@ class WandbHandle(ClientHandle):
         """
         with self._late:
             try:
-                if not self._has_left:
-                    self._has_left = True
+                if not self._is_late:
+                    self._is_late = True
                     text = f"has ended, and its function logs on: this is kept in {outbox.run_directory(self.run)}"
                     self._gate.warn(f"{text}{self._when_sent}")
                 with self._outbox.alone(self.run):
@@ -292,7 +289,7 @@ class WandbHandle(ClientHandle):
     def _end_again(self, exit_code: int, is_last: bool = True) -> None:
         """Have another wandb-core send what W&B lacks, and end the run: when the function has, or if it has died."""
         with self._late:
-            if not (self._has_left if is_last else self._has_died):
+            if not (self._is_late if is_last else self._has_died):
                 return
             if self._ended_with is None:
                 self._ended_with = exit_code or self._told_status or 0
@@ -300,16 +297,16 @@ class WandbHandle(ClientHandle):
                 self._before_end(self._ended_with)
             self._outbox.keep_end(self._ended_with)
             self._outbox.close()
-            self._has_left = self._has_died = False
+            self._is_late = self._has_died = False
         why = "it is offline" if self.run.offline else close_again(self.run, self._ended_with, self.end_limit())
-        self._timed_out = bool(why)
+        self._is_incomplete = bool(why)
         if why:
             text = "W&B: run %s was not sent completely: %s. To send the rest, run: %s"
             logger.warning(text, self.id, why, self._command)
 
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
-        self._timed_out = True
+        self._is_incomplete = True
         unkept, kept = self._outbox.unkept_rows, self._outbox.kept_artifacts
         artifacts = [name for name in upload.artifacts if name not in kept]
         lost = [f"{unkept} rows could not be kept: those that W&B has not got are lost"] if unkept else []
@@ -340,7 +337,7 @@ class WandbHandle(ClientHandle):
             outbox.run_directory(self.run),
             self._when_sent,
         )
-        self._has_died = self._has_left = True
+        self._has_died = self._is_late = True
         vendor.set_finished(self.run)
         vendor.drop_unusable_service()  # an artifact asks another one what W&B has
         self._be_global()

@@ -22,8 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from flyteplugins_tracking._util.files import own_file_in, own_text, replace_who
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import first_line, listed, without_credentials
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT
@@ -46,11 +46,12 @@ from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.names import forced_run_id
 
 logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 
 # Beside `REPLACING`, the records that are sent as they are: W&B keeps all. In a shared run, those of the second
 # kind are the primary's. Saved files and artifacts are sent at the end.
 _ADDING = ("stats", "output", "output_raw", "alert")
-_OF_PRIMARY = ("environment", "preempting", *_ADDING[:-1])
+_OF_PRIMARY = ("run", "environment", "preempting", *_ADDING[:-1])
 # W&B's own 15 s between requests would come on top of the time between two looks. The rows are on this disk already.
 _SETTINGS = {**vendor.PATIENT, "x_file_stream_transmit_interval": 2.0, "x_skip_transaction_log": True}
 # How many rows are sent at once: wandb-core has them in memory.
@@ -82,34 +83,25 @@ _deleted: dict[Place, str] = {}
 _LATER, _LONGEST_LATER = "flyteplugins-tracking-later.json", 1 << 24
 
 
-@dataclass
-class _Read:
-    """How far an attempt is read.
+class _Read(Reading):
+    """How far an attempt is read and sent.
 
     Attributes:
-        column: The column with the numbers of its rows; None if they have steps.
         base: The run's step of its step 0; None before its first row is sent.
         known: How many rows W&B has with a number or a time, if steps do not tell: see `_key`.
         described: With which arguments the run was opened, as the last record says.
-        is_ended: Whether its process has ended.
-        is_done: Whether all was read, too.
-        keys: What tells them, if a later attempt may have logged them again.
-        has_later: Whether one may.
-        is_last: Whether there is no later one.
+        is_last: Whether there is no later attempt.
+        keys: What tells its rows, unless it is the last one: a later attempt may have logged them again.
+        is_done: Whether its process has ended, and all was read.
         is_defined: Whether the run has the axes that its process has defined.
     """
 
-    column: str | None
-    base: int | None
-    reading: Reading
-    known: Counter[float] = field(default_factory=Counter)
     described: dict[str, Any] | None = None
-    is_ended: bool = False
-    is_done: bool = False
-    keys: list[float] = field(default_factory=list)
-    has_later: bool = False
-    is_last: bool = False
-    is_defined: bool = False
+    is_last = is_done = is_defined = False
+
+    def __init__(self, attempt: Attempt, since: int, base: int | None, known: Counter[float], is_whole: bool) -> None:
+        super().__init__(attempt, since, is_whole=is_whole)
+        self.base, self.known, self.keys = base, known, list[float]()
 
 
 class Sender:
@@ -129,7 +121,6 @@ class Sender:
         place: Place,
         found: vendor.Stored | None,
         later: LaterEnd | None = None,
-        left: Iterable[Attempt] = (),
         *,
         is_shared: bool = False,
         is_whole: bool = False,
@@ -137,33 +128,30 @@ class Sender:
         """Begin.
 
         Args:
-            run: The open run; None to ask which rows it lacks.
+            run: The open run; None to count the rows that it lacks, and send none.
             place: Where it is.
             found: What W&B had of it before it was opened; None for nothing.
             later: How a later attempt has left it.
-            left: The attempts, if they are read already.
             is_shared: Whether it is open in W&B's shared mode.
             is_whole: Whether all is sent that W&B's files have, such as the config, and not the rows alone.
         """
         self.place, self.rows = place, 0
-        self._run, self._found, self._is_whole = run, found, is_whole
-        self._reader, self._rows_before = vendor.Reader(place), 0 if found is None else found.rows
-        self._next = int(run.starting_step) if run is not None else 0 if found is None else found.last_step + 1
-        self._is_shared, self._is_defined, self._has_said = is_shared, False, False
+        self._run, self._found, self._is_whole = run, found or vendor.Stored(), is_whole
+        self._next = self._found.last_step + 1 if run is None else int(run.starting_step)
+        self._is_shared, self._is_defined = is_shared, False
         self._later, self._reads = later, dict[Path, _Read]()
-        self._left = {one.directory: one for one in left}
         self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
         self._columns: set[str] = set()  # those of rows
         self._summary: dict[tuple[str, ...], Any] = {}  # what the files have of the summary, and is not sent yet
         self._removed: list[Any] = []  # what was removed from it
 
     @classmethod
-    def open(cls, directories: Sequence[Path], close: Close | None = None) -> Sender:
+    def open(cls, directories: Sequence[Path], close: Upload | None = None) -> Sender:
         """Open the run to send what attempts have left.
 
         Args:
             directories: Those of the attempts in their order, and of the ranks that share the run.
-            close: If this process has logged the run, how it is closed.
+            close: The upload at the close of a run that this process has logged; None for another run.
 
         Raises:
             TrackerUnavailableError: W&B cannot be used, or the run is not there yet that another writer makes.
@@ -194,10 +182,9 @@ class Sender:
         is_new = found is None or (attempt.is_offline and later is None)
         arguments = datastore.arguments_of(described) if described is not None and is_new and close is None else {}
         run = _open(place, arguments, first, settings)
-        made = cls(run, place, found, later, left, is_shared=column is not None, is_whole=close is None)
         if close is not None:
-            close.opened(run)
-        return made
+            close.run = run
+        return cls(run, place, found, later, is_shared=column is not None, is_whole=close is None)
 
     def send(self, directories: Sequence[Path], *, is_written: bool = False) -> int:
         """Send what is new, or a part of it. Returns how many rows it was.
@@ -208,16 +195,14 @@ class Sender:
         """
         count = 0
         for directory in directories:
-            read = self._reads.get(directory) or self._begin(directory, is_written=is_written)
+            read = self._reads.get(directory) or self._begin(directory)
             if read.is_done:
                 continue
-            is_live = directory == directories[-1] or read.column is not None
-            # Those that are watched are offline: such an attempt does not log the rows of earlier ones.
             read.is_last = directory == directories[-1]
-            read.has_later = not (read.is_last or is_written)
-            is_ended = not is_written or not (is_live or Attempt.at(directory).is_open())
-            if is_ended and not read.is_ended:  # what its process has kept at last
-                read.reading.attempt, read.is_ended = Attempt.at(directory), True
+            is_live, is_ended = read.is_last or read.attempt.column is not None, not is_written
+            if is_written and not is_live:
+                read.attempt = Attempt.at(directory)  # with what its process has kept at last
+                is_ended = not read.attempt.is_open()
             count += self._log(read, islice(self._lacking(read, is_written=not is_ended), _MOST))
             if count >= _MOST or not (is_ended or is_live):  # a later attempt's rows come behind all of an earlier one
                 break
@@ -227,14 +212,6 @@ class Sender:
                 read.known.clear()  # what is new from here on, W&B lacks
         self.rows += count
         return count
-
-    def lacking(self, directories: Sequence[Path]) -> Iterator[Row]:
-        """Yield the rows of attempts that W&B lacks, and send none."""
-        for directory in directories:
-            read = self._begin(directory)
-            read.has_later = directory != directories[-1]
-            yield from self._lacking(read, is_written=False)
-            self._sent.update(read.keys)
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
@@ -250,12 +227,12 @@ class Sender:
         if not vendor.is_finished(self._run):
             vendor.let_go(self._run, _LET_GO_S)
 
-    def finish(self, directories: Sequence[Path], close: Close | None = None, *, has_files: bool = True) -> int | None:
+    def finish(self, directories: Sequence[Path], close: Upload | None = None, *, has_files: bool = True) -> int | None:
         """Send the rest, and end the run, as a failure if its process was killed before it could tell its exit code.
 
         Args:
             directories: Those of the attempts, in their order.
-            close: If this process has logged the run, how it is closed.
+            close: The upload at the close of a run that this process has logged; None for another run.
             has_files: Whether files and artifacts are sent too. Those that are not count as lacking.
 
         Returns:
@@ -266,37 +243,38 @@ class Sender:
         """
         sizes = [attempts.file_size(path) for path in directories]
         try:
+            reads = [self._reads.get(path) or self._begin(path) for path in directories]
+            for read in reads:
+                read.attempt = Attempt.at(read.attempt.directory)  # with what its process has kept at last
             while self.send(directories):
                 pass
-            left = [self._reads[path].reading.attempt for path in directories]
+            left = [read.attempt for read in reads]
             files = Files(self.place, left)
-            exit_code = self._end(left, files, close, has_files=has_files)
+            exit_code = self._end(reads, files, close, has_files=has_files)
             self.files = files.names
         except BaseException:
             self.let_go()
             raise
-        of_id = attempts.directories_of(directories[0].parent, self.place.run_id)
-        of_run = [path for path in of_id if attempts.project_of(path) == attempts.project_of(directories[0])]
         for attempt, size in zip(left, sizes, strict=True):
             attempt.mark_sent(size)
+            for folder in attempt.directory.glob(attempts.SENDERS):
+                shutil.rmtree(folder, ignore_errors=True)
         if self._later is not None:
             self._later.path.unlink(missing_ok=True)
-        for folder in chain.from_iterable(path.glob(attempts.SENDERS) for path in of_run):
-            shutil.rmtree(folder, ignore_errors=True)
-        if (role := roles.role_of(self._reads[directories[-1]].column)) != OWNER:
+        if (role := roles.role_of(left[-1].column)) != OWNER:
             roles.end_again(self.place, role)
         tell_of_tensorboard(self.place.run_id, left)
-        files.require_sent(directories[-1], waits=close is None)
+        files.require_sent(waits=close is None)
         return exit_code
 
-    def _end(self, left: Sequence[Attempt], files: Files, close: Close | None, *, has_files: bool) -> int | None:
-        run = self._run
+    def _end(self, reads: Sequence[_Read], files: Files, close: Upload | None, *, has_files: bool) -> int | None:
+        run, left = self._run, [read.attempt for read in reads]
         vendor.forward_summary(run, self._summary.values())
         files.ask(vendor.stored_run(self.place), has_later=self._later is not None)
-        files.send(run, has_files)
+        files.send(run if has_files else None)
         exit_code = self._exit_code(left)
-        for one in left:
-            self._repeat(one, *attempts.SETTING)
+        for read in reads:
+            self._repeat(read, *attempts.SETTING)
         if self._later is not None:
             self._later.restore(run)
         elif exit_code == 0 and not self._is_shared:
@@ -315,33 +293,26 @@ class Sender:
 
     def _waits(self, began: float) -> bool:
         """Say once that W&B takes long. It is waited for: the close of a run stops it in time, or a user."""
-        if not self._has_said and time.monotonic() > began + _LONG_S:
-            self._has_said = True
-            text = (
-                "W&B: run %s: W&B has not taken everything after %.0f s. This goes on, and may be stopped and repeated"
-            )
-            logger.warning(text, self.place.run_id, _LONG_S)
+        if time.monotonic() > began + _LONG_S:
+            text = "W&B: run %s: not everything is sent after %.0f s. This goes on, and may be stopped and repeated"
+            _warn_once(self.place.run_id, text, self.place.run_id, _LONG_S)
         return True
 
     # Which rows W&B lacks
 
-    def _begin(self, directory: Path, *, is_written: bool = False) -> _Read:
+    def _begin(self, directory: Path) -> _Read:
         """Look which rows of an attempt W&B has."""
-        attempt, found = self._left.pop(directory, None) or Attempt.at(directory), self._found
-        column, base = attempt.column, attempt.base
-        since = 0 if base is None or column is not None else self._next - base
-        read = _Read(column, base, Reading(attempt, since, is_whole=self._is_whole))
-        read.is_ended, read.is_defined = not is_written, self._run is None
-        self._reads[directory] = read
+        attempt, found, known = Attempt.at(directory), self._found, Counter[float]()
+        base, since = attempt.base, 0
         opened = None if base is None else datastore.description(directory)
-        read.described = opened and datastore.arguments_of(opened)
-        if found is None:
-            return read
-        if column is not None:
-            read.known = self._arrived(attempt, column, found)
+        if attempt.column is not None:
+            known = self._arrived(attempt, found)
         elif (first := attempt.first) and self._others_have_taken(attempt, base, first, found):
-            since = 0 if base is None else first.step + base
-            read.known, read.base, read.reading = Counter(found.times(since)), None, Reading(attempt)
+            known, base = Counter(found.times(0 if base is None else first.step + base)), None
+        elif base is not None:
+            since = self._next - base
+        read = self._reads[directory] = _Read(attempt, since, base, known, self._is_whole)
+        read.described = opened and datastore.arguments_of(opened)
         return read
 
     def _others_have_taken(self, attempt: Attempt, base: int | None, first: Row, found: vendor.Stored) -> bool:
@@ -351,9 +322,10 @@ class Sender:
         rows = attempt.last_rows(self._next - base)
         return bool(rows) and found.last_at != rows[-1].time and found.time_at(rows[-1].step + base) != rows[-1].time
 
-    def _arrived(self, attempt: Attempt, column: str, found: vendor.Stored) -> Counter[float]:
-        """Return the keys of the rows that W&B has, as far back as those of an attempt may be."""
-        keys, since = [_key(row, column) for row in attempt.rows()], int(attempt.header("since") or 0)
+    def _arrived(self, attempt: Attempt, found: vendor.Stored) -> Counter[float]:
+        """Return the keys of the rows with numbers that W&B has, as far back as those of an attempt may be."""
+        column, since = str(attempt.column), int(attempt.header("since") or 0)
+        keys = [_key(row, column) for row in (attempt.rows() if found.state else ())]
         numbers, known = [key for key in keys if isinstance(key, int)], set[float]()
         for part in found.values_backwards(column, since) if numbers else ():
             known.update(map(int, part))
@@ -365,9 +337,9 @@ class Sender:
 
     def _lacking(self, read: _Read, *, is_written: bool) -> Iterator[Row]:
         """Yield the new rows that W&B lacks, as they are logged. What else a file has is sent on the way."""
-        attempt, passed, media = read.reading.attempt, list[bytes](), list[str]()
+        attempt, passed, media = read.attempt, list[bytes](), list[str]()
         left_out = (*(_OF_PRIMARY if label_in(attempt.directory) else ()), *(() if attempt.is_offline else _ADDING))
-        for kind, record, data in read.reading.records(is_written=is_written):
+        for kind, record, data in read.records(is_written=is_written):
             if kind == "history":
                 self._columns |= record.columns
                 if not data:
@@ -390,36 +362,38 @@ class Sender:
 
     def _prepare(self, read: _Read, row: Row) -> None:
         """Prepare the run for a row that only a journal has: the file does not have what wandb-core makes of it."""
-        if not read.is_defined:  # it adds the columns of axes
+        if self._run is not None and not read.is_defined:  # it adds the columns of axes
             read.is_defined = True
-            self._repeat(read.reading.attempt, "metric")
+            self._repeat(read, "metric")
         self._summary = {path: item for path, item in self._summary.items() if path[0] not in row.columns}
 
     def _new(self, read: _Read, row: Row) -> Row | None:
         """Return a row at its step in the run; None if W&B has it."""
-        key = _key(row, read.column)
+        key = _key(row, read.attempt.column)
         if key in self._sent:
             return None
         if read.known[key] > 0:
             read.known[key] -= 1  # several rows may have one time
             return None
-        if read.column is None and read.base is None:
-            read.base = read.reading.attempt.keep_base(max(0, self._next - row.step))
-        step = self._next if read.column is not None else row.step + (read.base or 0)
+        if read.attempt.column is None and read.base is None:
+            read.base = read.attempt.keep_base(max(0, self._next - row.step))
+        step = self._next if read.attempt.column is not None else row.step + (read.base or 0)
         if step < self._next:
             return None
-        if read.has_later:
+        if not read.is_last:
             read.keys.append(key)
         if self._is_shared:  # W&B gives the steps
             return row._replace(step=-1)
         self._next = step + 1
-        return row._replace(step=step) if read.column is not None else read.reading.attempt.placed(row, step - row.step)
+        return row._replace(step=step) if read.attempt.column is not None else read.attempt.placed(row, step - row.step)
 
     # What else they have
 
     def _log(self, read: _Read, rows: Iterable[Row]) -> int:
-        """Log rows, each with its step and time. Returns how many."""
-        count, run, metric = 0, self._run, read.reading.attempt.header("step_metric")
+        """Log rows, each with its step and time, if there is a run. Returns how many."""
+        if self._run is None:
+            return sum(1 for _ in rows)
+        count, run, metric = 0, self._run, read.attempt.header("step_metric")
         for row in rows:
             if not self._is_defined and row.columns >= {RESTART_COUNT, metric}:
                 self._is_defined = bool(run.define_metric("*", step_metric=metric))
@@ -428,8 +402,8 @@ class Sender:
         return count
 
     def _pass_on(self, read: _Read, kind: str, record: Any, data: bytes) -> None:
-        """Send a record of a file that is no row, of which W&B keeps the last one."""
-        if kind == "run" and not label_in(read.reading.attempt.directory):
+        """Send a record of a file or a journal that sets something in the run: W&B keeps the last one."""
+        if kind == "run":
             self._describe(read, datastore.arguments_of(record))
         elif kind == "preempting" and read.is_last:
             self._run.mark_preempting()
@@ -450,15 +424,13 @@ class Sender:
             if described[name] is not None and (before is None or described[name] != before[name]):
                 setattr(self._run, name, described[name])
 
-    def _repeat(self, attempt: Attempt, *kinds: str) -> None:
+    def _repeat(self, read: _Read, *kinds: str) -> None:
         """Send what a process has set in the run, and kept in a journal: W&B may lack it, and its own file too."""
-        for kind, record, data in attempt.kept.settings:
+        for kind, record, data in read.attempt.kept.settings:
             if kind == "summary" in kinds:
                 vendor.forward_summary(self._run, record)
-            elif kind == "run" in kinds:
-                self._describe(self._reads[attempt.directory], {**datastore.arguments_of(record), "config": {}})
-            elif kind in kinds and kind in REPLACING:
-                vendor.forward(self._run, data)
+            elif kind in kinds:
+                self._pass_on(read, kind, record, data)
 
     def _summarize(self) -> None:
         """Send the summary that the function has set. That of columns, such as a minimum, wandb-core makes of the rows.
@@ -480,7 +452,7 @@ class Sender:
 
     def _exit_code(self, left: Sequence[Attempt]) -> int | None:
         """Return the status with which the run is to end; None if another writer ends it."""
-        ended = None if self._found is None else STATES.get(self._found.state)
+        ended = STATES.get(self._found.state)
         primary = [one for one in left if not label_in(one.directory)]
         if not primary:
             return ended if roles.role_of(left[-1].column) == OWNER else None
@@ -499,22 +471,19 @@ class Sender:
         Raises:
             TrackerUnavailableError: W&B does not have it.
         """
-        until, wanted = time.monotonic() + _CONFIRMED_S, self._rows_before + self.rows
-        numbered = {
-            one.directory: (one, Counter(_key(row, one.column) for row in one.rows()))
-            for one in left
-            if one.column is not None
-        }
+        until, reader = time.monotonic() + _CONFIRMED_S, vendor.Reader(self.place)
+        wanted = self._found.rows + self.rows
+        numbered = [
+            (one, Counter(_key(row, one.column) for row in one.rows())) for one in left if one.column is not None
+        ]
         while True:
-            count = 0 if (found := self._reader.stored()) is None else found.rows
+            count = 0 if (found := reader.stored()) is None else found.rows
             if found is not None and (self._is_shared or (found.last_step >= self._next - 1 and count >= wanted)):
-                for one, keys in list(numbered.values()):
-                    if not keys - self._arrived(one, str(one.column), found):
-                        del numbered[one.directory]
+                numbered = [(one, keys) for one, keys in numbered if keys - self._arrived(one, found)]
                 if not numbered:
                     return
             if time.monotonic() > until:
-                directory = next(iter(numbered), left[-1].directory)
+                directory = next((one.directory for one, _ in numbered), left[-1].directory)
                 raise TrackerUnavailableError(
                     f"W&B has not confirmed {directory}: it counts {count} rows of run {self.place.run_id}, and should "
                     f"count {wanted}. Keep the directory, and send it again later: {how_to_send(str(directory))}"
@@ -522,7 +491,7 @@ class Sender:
             time.sleep(_POLL_S)
 
 
-def _settings(described: Any, close: Close | None) -> dict[str, Any]:
+def _settings(described: Any, close: Upload | None) -> dict[str, Any]:
     """Return the settings of a client that sends what a process has logged that was `described` so; None: no matter."""
     # W&B shows a run as running again that a client opens which says on which host it is.
     host = {} if described is None else {"host": described.host, "x_disable_machine_info": False}
@@ -613,7 +582,8 @@ class Files:
             place: The run where it is sent, which alone is asked. The server that the job knew may be another one.
             left: The attempts.
         """
-        self._place, self._kept = place, next((one.header("place") for one in left[::-1] if one.journals), place)
+        self._place, self._directory = place, left[-1].directory
+        self._kept = next((one.header("place") for one in left[::-1] if one.journals), place)
         of_attempts = [(each, one) for each in left for one in each.artifacts()]
         self.artifacts = list({(one.name, one.record.client_id): one for _, one in of_attempts}.values())
         self._offline = [one for each, one in of_attempts if each.is_offline]
@@ -624,9 +594,6 @@ class Files:
     def can_be_sent(self) -> bool:
         """Whether this disk has one of them."""
         return any(one.is_whole for one in self.artifacts) or any(self._paths().values())
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
 
     @property
     def names(self) -> list[str]:
@@ -645,47 +612,44 @@ class Files:
         """Leave out artifacts of attempts that were online whose copies the client has removed: W&B has these."""
         self.artifacts = [one for one in self.artifacts if one.is_whole or not one.was_copied or one in self._offline]
 
-    def send(self, run: Any, is_tried: bool = True, waits: bool = True) -> None:
-        """Send them with an open run.
+    def send(self, run: Any, waits: bool = True) -> None:
+        """Send them.
 
         Args:
-            run: The run.
-            is_tried: Whether that is tried: otherwise, all count as lacking.
+            run: The open run; None to send none: all count as lacking.
             waits: Whether to wait until W&B has the artifacts.
         """
-        self._lacking += [
-            name for name, files in self._saved.items() if not (is_tried and save_again(run, files, name))
-        ]
+        saved = self._saved.items()
+        self._lacking += [name for name, files in saved if run is None or not save_again(run, files, name)]
         for one in self.artifacts:  # one after the other, as they were logged: the last one of a name is the latest
-            sending = one.send(run) if is_tried and (waits or one.is_whole) else None
+            sending = one.send(run) if run is not None and (waits or one.is_whole) else None
             if sending is None or (waits and not vendor.was_sent(sending)):
                 self._lacking.append(one)
 
-    def keep_lacking(self, directory: Path) -> list[str]:
+    def keep_lacking(self) -> list[str]:
         """Keep that these are not sent, and return their names."""
         if self._lacking:
-            journal = Journal(
-                directory, f"artifacts-{secrets.token_hex(3)}", {"place": self._kept, "is_incomplete": True}
-            )
+            name = f"artifacts-{secrets.token_hex(3)}"
+            journal = Journal(self._directory, name, {"place": self._kept, "is_incomplete": True})
             journal.make()
             for one in self._lacking:
                 if not isinstance(one, str):
-                    journal.add(outbox.record_of_artifact(one.record.SerializeToString()))
+                    journal.add(outbox.record_of_kind(attempts.ARTIFACT, one.record.SerializeToString()))
             journal.close()
         return [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
 
-    def require_sent(self, directory: Path, *, waits: bool = True) -> None:
+    def require_sent(self, *, waits: bool = True) -> None:
         """Keep the artifacts that could not be sent, so that it is said again.
 
         Raises:
             TrackerUnavailableError: W&B does not have everything.
         """
         self._lacking += self._not_taken() if waits else []
-        if names := self.keep_lacking(directory):
+        if names := self.keep_lacking():
             raise TrackerUnavailableError(
-                f"{directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are not on "
-                "this disk as they were, or W&B does not take them. If the job had WANDB_DATA_DIR, set it and send "
-                "again. Else log them again, or remove the directory to give them up"
+                f"{self._directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are "
+                "not on this disk as they were, or W&B does not take them. If the job had WANDB_DATA_DIR, set it and "
+                "send again. Else log them again, or remove the directory to give them up"
             )
 
     def _not_taken(self) -> list[str]:
@@ -728,7 +692,7 @@ def send_earlier(request: RunRequest, run: Any) -> None:
     made = outbox.of(run)
     # Tasks that continue a run may be several on one disk: what they have left is sent by the task that calls them.
     speaks = made.column is None or request.plan.primary or outbox.label_of(request) is not None
-    if run.offline or not speaks or not made.is_kept:
+    if not speaks or not made.is_kept:
         return
     parent, run_id, left = made.directory.parent, made.place.run_id, list[Attempt]()
     try:
@@ -743,7 +707,6 @@ def send_earlier(request: RunRequest, run: Any) -> None:
         text = "W&B: run %s: rows that earlier attempts had logged could not be sent. To send them, run: %s"
         command = how_to_send([str(one.directory) for one in left] or str(parent))
         logger.warning(text, run_id, command, exc_info=True)
-    made.first_step = made.next_step or made.first_step
 
 
 def _is_to_send(attempt: Attempt, made: outbox.WandbOutbox, request: RunRequest) -> bool:
@@ -768,7 +731,7 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
     if made.column is not None:  # or else it was waited for before the run was opened
         attempts.await_count(directories, deadline)
     found = vendor.Reader(made.place).stored()  # steps alone do not tell whether others have logged meanwhile
-    sender = Sender(run, made.place, found, left=left, is_shared=made.column is not None)
+    sender = Sender(run, made.place, found, is_shared=made.column is not None)
     files = Files(made.place, left)
     with made.paused():  # it is kept where it is
         while sender.send(directories):
@@ -786,10 +749,10 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
         logger.warning(text, run_id, sender.rows, made.directory.parent)
     if names := [one.name for one in files.artifacts if one.is_whole]:
         logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", run_id, ", ".join(names))
-    if names := files.keep_lacking(directories[-1]):
+    if names := files.keep_lacking():
         text = "W&B: run %s: files that were logged before are not on this disk as they were. Log them again: %s"
         logger.warning(text, run_id, ", ".join(names))
-    if files or sender.rows:
+    if files.names or sender.rows:
         made.earlier = directories
     else:  # W&B has all
         for one in left:
@@ -797,28 +760,6 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
 
 
 # The close of a run, in the process that has logged it
-
-
-class Close:
-    """How the close of a run goes on with another wandb-core: how long it may take, and what is said then.
-
-    Attributes:
-        place: Where the run is.
-        run: The run as it is opened to send what is left; None before that.
-    """
-
-    def __init__(self, place: Place, limit: EndLimit) -> None:
-        self.run: Any = None
-        self.place, self.limit = place, limit
-        self._upload: Upload | None = None
-
-    def lasts(self) -> bool:
-        """Whether there is time left."""
-        return self.limit.lasts() if self._upload is None else self._upload.lasts()
-
-    def opened(self, run: Any) -> None:
-        """Take note of the run."""
-        self.run, self._upload = run, Upload(run, self.limit)
 
 
 def close_again(run: Any, exit_code: int, limit: EndLimit) -> str:
@@ -835,7 +776,7 @@ def close_again(run: Any, exit_code: int, limit: EndLimit) -> str:
     made, why = outbox.of(run), "its end was interrupted"
     if not made.is_kept:
         return "nothing is kept of a run with resume_from="
-    close = Close(made.place, limit)
+    close = Upload(made.place, limit)
 
     def send_all() -> None:
         alone = nullcontext() if made.lock is not None else _alone(Attempt.at(made.directory), run.id)
@@ -856,7 +797,7 @@ def close_again(run: Any, exit_code: int, limit: EndLimit) -> str:
     return why
 
 
-def _send_all(directories: Sequence[Path], close: Close | None = None) -> Sender:
+def _send_all(directories: Sequence[Path], close: Upload | None = None) -> Sender:
     """Open the run, send what these lack, and end it.
 
     Another wandb-core goes on if one dies. What may kill each one is left out at last: files and artifacts.
@@ -993,12 +934,12 @@ def _has_all(place: Place, left: Sequence[Attempt], found: vendor.Stored | None)
         return False
     directories, files = [one.directory for one in left], Files(place, left)
     files.ask(found, has_later=_is_later(found.last_at, left))
-    if files.can_be_sent or any(True for _ in Sender(None, place, found, left=left).lacking(directories)):
+    if files.can_be_sent or Sender(None, place, found).send(directories):
         return False
-    files.send(None, is_tried=False)
+    files.send(None)
     for one in left:
         one.mark_sent()
-    files.require_sent(directories[-1])
+    files.require_sent()
     return True
 
 

@@ -29,8 +29,6 @@ from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 class SharedHandle(WandbHandle):
     """An open W&B run with several writers: this one's rows are kept apart from theirs."""
 
-    is_shared = True
-
     def __init__(self, run: Any, before: Any, request: RunRequest, barrier: WriterBarrier | None = None) -> None:
         """Take over the run, and show the function its config.
 
@@ -177,5 +175,5 @@ class SharedHandle(WandbHandle):
     def _end(self, exit_code: int) -> None:
         super()._end(exit_code)
         role = self.request.plan.role
-        if role is not None and self._speaks and not (self._timed_out or self.run.offline):
+        if role is not None and self._speaks and not (self._is_incomplete or self.run.offline):
             roles.end_again(Place.of(self.run), role, waits=exit_code not in (INTERRUPTED, TERMINATED))

@@ -800,11 +800,11 @@ def parse_record(data: bytes) -> tuple[str, Any]:
 
 
 class Stored(NamedTuple):
-    """The state of a run at the service."""
+    """The state of a run at the service; without arguments, of one that is not there."""
 
-    state: str
-    rows: int
-    last_step: int
+    state: str = ""
+    rows: int = 0
+    last_step: int = -1
     config: Mapping[str, Any] = {}
     summary: Mapping[str, Any] = {}
     run: Any = None
@@ -826,7 +826,7 @@ class Stored(NamedTuple):
         found = self.run.scan_history(keys=["_timestamp"], min_step=step, max_step=step + 1)
         return next((row["_timestamp"] for row in found), None)
 
-    def times(self, since: int = 0) -> Iterator[float]:
+    def times(self, since: int) -> Iterator[float]:
         """Yield when the rows from a step on were logged: that tells rows apart, whatever their steps are."""
         return chain.from_iterable(self.values_backwards("_timestamp", since))
 
@@ -886,7 +886,7 @@ def _md5(path: Path) -> str:
 
 
 class Reader:
-    """Reads what the service has of the run at an `outbox.Place`. Only the first time asks whose key it is, too."""
+    """Reads what the service has of the run at an `attempts.Place`. Only the first time asks whose key it is, too."""
 
     def __init__(self, place: Any) -> None:
         self._place = place
@@ -936,16 +936,14 @@ def _is_refusal(error: BaseException) -> bool:
     return any(getattr(answer, name, 0) in (401, 403) for answer in answers for name in ("http_status", "status_code"))
 
 
-def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
-    """Return what the service has of the run at an `outbox.Place`; None if it does not have it, or does not say."""
+def stored_run(place: Any) -> Stored | None:
+    """Return what the service has of the run at an `attempts.Place`; None if it does not have it, or does not say."""
     with contextlib.suppress(TrackerUnavailableError):
-        return Reader(place).stored(timeout_s)
+        return Reader(place).stored()
     return None
 
 
-def open_to_send(
-    place: Any, described: Mapping[str, Any], directory: str, more: Mapping[str, Any] | None = None
-) -> Any:
+def open_to_send(place: Any, described: Mapping[str, Any], directory: str, more: Mapping[str, Any]) -> Any:
     """Open a run to send what another process has left of it. Does not change what the service knows of it.
 
     Args:
@@ -957,14 +955,14 @@ def open_to_send(
     names = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
     server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
     own = {"base_url": server, "console": "off", "api_key": keys.get(place.server), "reinit": "create_new"}
-    settings = new_settings(**{**own, **quiet, **(more or {})})
+    settings = new_settings(**{**own, **quiet, **more})
     disable_error_reports()
     run = init(
         id=place.run_id,
         project=place.project or None,
         entity=place.entity or None,
         resume="allow",
-        mode="shared" if "x_label" in (more or {}) else "online",
+        mode="shared" if "x_label" in more else "online",
         dir=directory,
         settings=settings,
         **described,
