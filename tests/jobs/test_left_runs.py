@@ -137,16 +137,18 @@ def test_what_is_set_when_wandb_core_has_died_is_sent_though_its_process_is_kill
         assert (run.summary["row"], run.summary["best"], run.config["late"]) == (11, 5, 1)
         assert (run.name, list(run.tags)) == ("renamed", ["tagged"])
         assert run.files["saved.txt"] == b"saved"
+        assert [title for title, *_ in run.alerts] == ["title"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["artifact", "image"])
-def test_the_first_call_that_meets_a_dead_wandb_core_loses_no_file(tmp_path, what):
+@pytest.mark.parametrize(("what", "mode"), [("artifact", "online"), ("artifact", "offline"), ("image", "online")])
+def test_the_first_call_that_meets_a_dead_wandb_core_loses_no_file(tmp_path, what, mode):
     """The directory has a name that is a pattern too, as one of Hydra's may be."""
     directory = tmp_path / "layers=[64,64]"
     directory.mkdir()
     with WandbServer() as server:
-        output = log(directory, server, f"{what}_when_dead", "return")
+        output = log(directory, server, f"{what}_when_dead", "return", env={"WANDB_MODE": mode})
+        output += send(directory, server) if mode == "offline" else ""
         run = server.run("run")
         assert (numbers(run), run.state) == ([*expected(0), 10], "finished"), output
         if what == "artifact":

@@ -165,6 +165,7 @@ def log_set_when_dead() -> None:
     run.summary["best"] = 5
     run.config["late"] = 1
     run.name, run.tags = "renamed", ("tagged",)
+    run.alert("title", "text")
     Path("saved.txt").write_text("saved")
     run.save("saved.txt", policy="now")
     run.log({"row": 1000 * NUMBER + ROWS + 1})

@@ -148,7 +148,7 @@ class WandbOutbox:
 
     def _publish(self, publish: Callable[..., object], record: Any, **more: Any) -> None:
         if self._keeper == threading.get_ident():
-            self._keep(record)
+            self._keep(record, (*SETTING, "alert"))
         elif record.request.HasField("partial_history"):
             # One that waits finds out that wandb-core has died, and rows for a slow one do not fill the memory.
             now = time.monotonic()
@@ -166,13 +166,14 @@ class WandbOutbox:
         self._keep(record)
         return None if self._keeper == threading.get_ident() else deliver(record)
 
-    def _keep(self, record: Any) -> None:
+    def _keep(self, record: Any, kinds: Sequence[str] = SETTING) -> None:
         if record.request.HasField("partial_history"):
             self.put(record.request.partial_history)
-        elif record.request.HasField("log_artifact"):
+        elif record.request.HasField("log_artifact") or record.HasField("artifact"):  # the second if it is offline
+            artifact = record.artifact if record.HasField("artifact") else record.request.log_artifact.artifact
             with contextlib.suppress(Exception):  # then a warning at the run's end says that it is not kept
-                self._put_artifact(record.request.log_artifact.artifact.SerializeToString())
-        elif any(record.HasField(kind) for kind in SETTING):
+                self._put_artifact(artifact.SerializeToString())
+        elif any(record.HasField(kind) for kind in kinds):
             self._journal.add(record_of_kind(RECORD, record.SerializeToString()))
 
     def forget(self, keys: Iterable[str]) -> None:

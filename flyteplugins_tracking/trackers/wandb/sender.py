@@ -274,7 +274,7 @@ class Sender:
         files.send(run if has_files else None)
         exit_code = self._exit_code(left)
         for read in reads:
-            self._repeat(read, *attempts.SETTING)
+            self._repeat(read, *attempts.SETTING, "alert")
         if self._later is not None:
             self._later.restore(run)
         elif exit_code == 0 and not self._is_shared:
@@ -410,7 +410,7 @@ class Sender:
         elif kind == "summary":
             attempts.change_summary(self._summary, record)
             self._removed += record.remove
-        elif kind in REPLACING:
+        elif kind in (*REPLACING, "alert"):  # one of a journal, which wandb-core has not got
             vendor.forward(self._run, data)
 
     def _describe(self, read: _Read, described: dict[str, Any]) -> None:
