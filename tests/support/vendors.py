@@ -40,6 +40,14 @@ _OF_WANDB = (
     f"{_ROLES}::test_axes_of_all_roles_hold_whoever_writes_last",
     f"{_ROLES}::test_offline_jobs_are_sent_together",
     f"{_ROLES}::test_a_role_that_is_killed_again_and_again_loses_no_row",
+    *(
+        f"tests/jobs/test_left_runs.py::test_{name}"
+        for name in (
+            "rows_that_are_sent_again_have_the_axis_that_the_client_adds",
+            "an_artifact_of_which_there_is_no_copy_is_sent_from_its_own_files",
+            "the_first_call_that_meets_a_dead_wandb_core_loses_no_file",
+        )
+    ),
     "tests/faults/test_offline_kills.py::test_rows_of_offline_attempts_that_were_killed_arrive_once[the process]",
     "tests/faults/test_reliability.py::test_rows_for_which_a_server_answers_503_to_the_end_are_sent_by_the_command_that_is_printed",
     *(
