@@ -213,7 +213,8 @@ def test_a_kept_attempt_that_is_sent_after_a_later_one_leaves_its_end(tmp_path):
         done = jobs.run([sys.executable, "-m", "flyteplugins_tracking", "send", "."], here, backend.environment())
         assert done.returncode == 0, done.output
         (run,) = backend.runs("p")
-    assert Counter(value for key, value in run.points.elements() if key == "rank0") == Counter(
-        [*logged(here), *logged(elsewhere)]
-    )
+    found = Counter(value for key, value in run.points.elements() if key == "rank0")
+    expected = Counter([*logged(here), *logged(elsewhere)])
+    assert not expected - found
+    assert (found - expected).total() <= 1  # the kill may come before the program has noted its last row
     assert run.status == "finished"
