@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +145,9 @@ def kill_core_behind_rows() -> None:
     for child in psutil.Process().children():
         if "wandb-core" in child.name():
             child.kill()
-            child.wait()
+            with suppress(psutil.NoSuchProcess):  # not `wait`: W&B's client asks for its status
+                while child.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(0.01)
 
 
 def log_artifact_when_dead() -> None:

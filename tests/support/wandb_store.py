@@ -650,8 +650,11 @@ class Operations:
     RunState = RunHistoryKeys = Run  # which ask for less of it
 
     def ProbeProjectInput(self, _: Json) -> Json:
-        """What a project can be asked for, before wandb 0.23."""
-        return {"ProjectType": {"fields": [{"name": "internalId"}]}}
+        """What a project can be asked for, before wandb 0.23; and the server, for a row with an image."""
+        named = {"Project": ["internalId"], "Query": [], "Mutation": [], "ServerInfo": []}
+        return {f"{kind}Type": {"fields": [{"name": name} for name in names]} for kind, names in named.items()}
+
+    ProbeServerCapabilities = ProbeProjectInput
 
     def InputFields(self, given: Json) -> Json:
         """What a mutation takes besides what all servers do, before wandb 0.26."""
