@@ -99,7 +99,8 @@ class WatchedRun:
                 _print(f"{self.name}: {text}")
             is_of_disk = any(getattr(one, "errno", None) in _LASTING for one in causes(error))
             self.error = text
-            self.is_refused = is_of_disk or not getattr(error, "is_outage", not isinstance(error, ValueError))
+            may_pass = not isinstance(error, ValueError) and vendor.is_outage(error)
+            self.is_refused = is_of_disk or not getattr(error, "is_outage", may_pass)
 
     def require_usable(self) -> None:
         """Refuse what cannot be opened here.

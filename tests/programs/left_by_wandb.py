@@ -157,6 +157,10 @@ def log_artifact_when_dead() -> None:
 
 
 def log_image_when_dead() -> None:
+    get_run().define_metric("least", summary="min")
+    for value in (5, 1, 4):
+        get_run().log({"least": value})
+    time.sleep(0.5)  # W&B's file gets rows each 0.1 s
     kill_core_behind_rows()
     get_run().log({"row": ROWS, "image": wandb.Image(np.zeros((4, 4, 3), np.uint8))})
 

@@ -203,7 +203,8 @@ class Sender:
             if is_written and not is_live:
                 read.attempt = Attempt.at(directory)  # with what its process has kept at last
                 is_ended = not read.attempt.is_open()
-            count += self._log(read, islice(self._lacking(read, is_written=not is_ended), _MOST))
+            rows = self._lacking(read, is_written=not is_ended)
+            count += self._log(read, islice(rows, _MOST), is_ended=is_ended)
             if count >= _MOST or not (is_ended or is_live):  # a later attempt's rows come behind all of an earlier one
                 break
             read.is_done = is_ended
@@ -342,8 +343,10 @@ class Sender:
         for kind, record, data in read.records(is_written=is_written):
             if kind == "history":
                 self._columns |= record.columns
-                if not data:
-                    self._prepare(read, record)
+                if not data:  # only a journal has it: the file does not have what wandb-core has made of it
+                    self._summary = {
+                        path: item for path, item in self._summary.items() if path[0] not in record.columns
+                    }
                 if (row := self._new(read, record)) is not None:
                     self._forward(passed)
                     for name in media:
@@ -359,13 +362,6 @@ class Sender:
                 self._pass_on(read, kind, record, data)
         self._summarize()
         self._forward(passed)
-
-    def _prepare(self, read: _Read, row: Row) -> None:
-        """Prepare the run for a row that only a journal has: the file does not have what wandb-core makes of it."""
-        if self._run is not None and not read.is_defined:  # it adds the columns of axes
-            read.is_defined = True
-            self._repeat(read, "metric")
-        self._summary = {path: item for path, item in self._summary.items() if path[0] not in row.columns}
 
     def _new(self, read: _Read, row: Row) -> Row | None:
         """Return a row at its step in the run; None if W&B has it."""
@@ -389,12 +385,15 @@ class Sender:
 
     # What else they have
 
-    def _log(self, read: _Read, rows: Iterable[Row]) -> int:
+    def _log(self, read: _Read, rows: Iterable[Row], *, is_ended: bool) -> int:
         """Log rows, each with its step and time, if there is a run. Returns how many."""
         if self._run is None:
             return sum(1 for _ in rows)
         count, run, metric = 0, self._run, read.attempt.header("step_metric")
         for row in rows:
+            if is_ended and not read.is_defined:  # wandb-core makes columns and the summary of it
+                read.is_defined = True
+                self._repeat(read, "metric")
             if not self._is_defined and row.columns >= {RESTART_COUNT, metric}:
                 self._is_defined = bool(run.define_metric("*", step_metric=metric))
             vendor.log_row(run, row.items, row.step, waits=count % _WAITING == 0)
@@ -750,7 +749,7 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
     if names := [one.name for one in files.artifacts if one.is_whole]:
         logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", run_id, ", ".join(names))
     if names := files.keep_lacking():
-        text = "W&B: run %s: files that were logged before are not on this disk as they were. Log them again: %s"
+        text = "W&B: run %s may lack files, which are not on this disk as they were. If so, log them again: %s"
         logger.warning(text, run_id, ", ".join(names))
     if files.names or sender.rows:
         made.earlier = directories
@@ -815,7 +814,8 @@ def _send_all(directories: Sequence[Path], close: Upload | None = None) -> Sende
             deaths += not is_away
             is_death = type(error).__module__.startswith(_OF_SERVICE) or (sender is not None and sender.is_lost(error))
             if not (is_death or is_away) or deaths > _DEATHS:
-                if close is None:  # before 0.31, the process would wait at its exit for the end of the run
+                # Before 0.31, the process would wait at its exit for the end of the run.
+                if close is None and not vendor.open_runs():
                     vendor.kill_service()
                 raise
             logger.warning("W&B: what is left in %s is sent once more: %s", directories[-1], first_line(error))

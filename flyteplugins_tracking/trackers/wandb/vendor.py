@@ -718,18 +718,17 @@ class KeptArtifact(NamedTuple):
         return cls(record.name, record, is_whole, was_copied)
 
     def send(self, run: Any) -> Any:
-        """Give it to the wandb-core of an open run. Returns what `was_sent` takes; None if it is not to be sent.
+        """Give it to the wandb-core of an open run. Returns what `was_sent` takes.
 
-        The record may be a stranger's, and name any file of this user. So a file that is no copy has the digest that
-        the record says.
+        The record may be a stranger's, and name any file of this user. So one that has not the digest of the record is
+        taken for a copy that is gone: W&B may have it.
         """
-        copies = Path(_staging_directory())
-        for entry in self.record.manifest.contents:
-            path = Path(entry.local_path)
-            if entry.local_path and path.parent != copies and not (is_own_file(path) and _md5(path) == entry.digest):
-                return None
         request = _messages().LogArtifactRequest(artifact=self.record)
         request.artifact.run_id, request.staging_dir = run.id, _staging_directory()
+        for entry in (entry for entry in request.artifact.manifest.contents if entry.local_path):
+            path, copies = Path(entry.local_path), Path(request.staging_dir)
+            if path.parent != copies and not (is_own_file(path) and _md5(path) == entry.digest):
+                entry.local_path = str(copies / path.name)
         return interface_of(run)._deliver_artifact(request)
 
 
