@@ -34,7 +34,7 @@ from flyteplugins_tracking.trackers.wandb.names import (
 )
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 from flyteplugins_tracking.trackers.wandb.sender import send_earlier
-from flyteplugins_tracking.trackers.wandb.shared import SharedHandle
+from flyteplugins_tracking.trackers.wandb.shared import SharedHandle, config_of
 
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline"
@@ -144,8 +144,6 @@ def _open_here(request: RunRequest) -> Any:
             client.LOST_WITH_POD if _dies_with_pod(request) else "",
             how_to_send(outbox.directory_to_send(request, run)),
         )
-    if isinstance(request.config.config, str) and request.plan.primary:
-        run.config.update(client.run_config(request), allow_val_change=True)
     return run
 
 
@@ -154,12 +152,19 @@ def _init(request: RunRequest, *, is_automatic: bool = False) -> Any:
     import wandb
 
     try:
-        arguments = _init_arguments(request, "offline" if is_automatic else request.config.options.get("mode"))
-        if not _is_online(arguments):
-            run = vendor.init(**arguments)
-            outbox.open_outbox(request, run, is_automatic)
-            return run
-        return _init_online(request, arguments)
+        mode = "offline" if is_automatic else request.config.options.get("mode")
+        settings = _given_settings(request)
+        effective = vendor.effective_settings(settings)
+        is_online = (mode or effective.mode) not in _NOT_ONLINE
+        _add_defaults(settings, effective, request)
+        if is_online:
+            _authenticate(settings, effective, request)
+        arguments = _init_arguments(request, mode, settings, is_online)
+        if is_online:
+            return _init_online(request, arguments, effective)
+        run = vendor.init(**arguments)
+        outbox.open_outbox(request, run, is_automatic)
+        return run
     except wandb.errors.UsageError:  # of an argument
         raise
     except (wandb.errors.Error, OSError) as error:
@@ -178,8 +183,7 @@ def _init(request: RunRequest, *, is_automatic: bool = False) -> Any:
         vendor.ask_again_at_exit()
 
 
-def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
-    effective = vendor.effective_settings(arguments["settings"])
+def _init_online(request: RunRequest, arguments: dict[str, Any], effective: Any) -> Any:
     if arguments.get("dir") is not None:
         effective.root_dir = arguments["dir"]
     directory, place = Path(effective.wandb_dir), _place(arguments, effective)
@@ -240,28 +244,35 @@ def _with_another_id(request: RunRequest) -> RunRequest:
     return replace(request, plan=replace(request.plan, run_id=run_id))
 
 
-def _is_online(arguments: Mapping[str, Any]) -> bool:
-    mode = arguments.get("mode") or vendor.effective_settings(arguments["settings"]).mode
-    return mode not in _NOT_ONLINE
-
-
-def _init_arguments(request: RunRequest, mode: str | None) -> dict[str, Any]:
-    """Return the arguments for `wandb.init`: the user's, else those of `WANDB_*` variables, else the library's.
-
-    Raises:
-        TrackerUnavailableError: The run would be online, and there is no key.
-    """
+def _init_arguments(request: RunRequest, mode: str | None, settings: Any, is_online: bool) -> dict[str, Any]:
+    """Return the arguments for `wandb.init`: the user's, else those of `WANDB_*` variables, else the library's."""
     plan, config = request.plan, request.config
     arguments = {
         **{name: value for name, value in config.options.items() if name != HOST},
         "mode": mode,
-        "settings": _settings(mode, request),
+        "settings": settings,
         "project": config.project,
-        **(_run_description(request) if plan.primary else _mark(request)),
         **_id_arguments(request),
-        "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
-    _adapt_to_part(arguments, request)
+    if plan.primary:
+        arguments["config"] = config_of(request)
+    elif config.roles is not None:  # the primary may look for the run when another rank has made it
+        arguments["config"] = {OWN: client.run_config(request)[OWN]}
+    if plan.ends_run:
+        group = config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group)
+        arguments |= {"name": config.name, "tags": config.tags, "notes": config.notes, "group": group}
+    else:  # who ends the run describes it. Empty text: with None, wandb would use the variable
+        arguments.pop("job_type", None)
+        empty = dict.fromkeys(("run_group", "run_job_type", "run_name", "run_notes"), "")
+        # The last: ranks and jobs may share a file system, and start in the same second.
+        vendor.set_required(settings, **empty, run_tags=(), x_sync_dir_suffix=plan.label or "")
+    if request.has_other_writers and is_online:
+        arguments["mode"] = "shared"
+        label = getattr(settings, "x_label", None) or plan.label or roles.name_of(request)
+        vendor.set_required(settings, x_label=label, x_primary=plan.ends_run, x_update_finish_state=plan.ends_run)
+        # With these, another writer would send the config that it has found back to W&B, over the primary's.
+        for name in () if plan.ends_run else ("resume", "resume_from", "fork_from"):
+            arguments.pop(name, None)
     if arguments.get("dir") is not None:
         arguments["dir"] = os.fspath(arguments["dir"])  # this downloads a FlyteDirectory
     may_be_returned = arguments.get("reinit") in (None, False, "default", "return_previous")
@@ -269,45 +280,6 @@ def _init_arguments(request: RunRequest, mode: str | None) -> dict[str, Any]:
         # wandb.init would return that run instead of a new one.
         arguments["reinit"] = "create_new"
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _adapt_to_part(arguments: dict[str, Any], request: RunRequest) -> None:
-    """Change the arguments of a client that is one of several of its run: online, it is in W&B's shared mode."""
-    plan, settings = request.plan, arguments["settings"]
-    if not request.has_other_writers:
-        return
-    if not plan.ends_run:
-        # Ranks and jobs may share a file system, and start in the same second.
-        vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
-        # The primary describes the run. Empty text: with None, wandb would use the variable.
-        empty = dict.fromkeys(("run_group", "run_job_type", "run_name", "run_notes"), "")
-        vendor.set_required(settings, **empty, run_tags=())
-        for name in ("group", "job_type"):
-            arguments.pop(name, None)
-    if request.info is not None and request.config.run_mode == "shared" and not request.measures_node:
-        vendor.set_default(settings, vendor.effective_settings(settings), "x_disable_stats", True)
-    if not _is_online(arguments):
-        return
-    arguments["mode"] = "shared"
-    label = getattr(settings, "x_label", None) or plan.label or roles.name_of(request)
-    vendor.set_required(settings, x_label=label, x_primary=plan.ends_run, x_update_finish_state=plan.ends_run)
-    if not plan.ends_run:
-        # With these, it would send the config that it has found back to W&B, over the primary's.
-        for name in ("resume", "resume_from", "fork_from"):
-            arguments.pop(name, None)
-
-
-def _run_description(request: RunRequest) -> dict[str, Any]:
-    config = request.config
-    values = config.config if isinstance(config.config, str) else client.run_config(request)
-    if request.plan.role is not None:
-        return {"config": values}
-    return {"name": config.name, "tags": config.tags, "notes": config.notes, "config": values}
-
-
-def _mark(request: RunRequest) -> dict[str, Any]:
-    """Return what the owner's other ranks pass: the primary may look for the run when one of them has made it."""
-    return {} if request.config.roles is None else {"config": {OWN: client.run_config(request)[OWN]}}
 
 
 def _id_arguments(request: RunRequest) -> dict[str, Any]:
@@ -322,10 +294,8 @@ def _id_arguments(request: RunRequest) -> dict[str, Any]:
     return {"id": request.plan.run_id, "resume": "allow"}
 
 
-def _settings(mode: str | None, request: RunRequest) -> Any:
-    """Return the user's settings with our defaults and the key. A copy, because `wandb.init` changes them."""
-    settings = _given_settings(request)
-    effective = vendor.effective_settings(settings)
+def _add_defaults(settings: Any, effective: Any, request: RunRequest) -> None:
+    """Set what wandb's own defaults would lose or hide, unless the user has set it."""
     for name, value in _SAFER_SETTINGS.items():
         vendor.set_default(settings, effective, name, value)
     # The second: a role that ends must see by then that the owner has started again.
@@ -333,11 +303,10 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
     if request.restart_count:
         _keep_earlier_console(settings, effective)
+    if request.info is not None and request.config.run_mode == "shared" and not request.measures_node:
+        vendor.set_default(settings, effective, "x_disable_stats", True)
     stop = _stopping(request, is_wanted_without_rows=getattr(effective, "stop_on_fatal_error", False))
     vendor.on_stop_request(settings, effective, stop)
-    if (mode or effective.mode) not in _NOT_ONLINE:
-        _authenticate(settings, effective, request)
-    return settings
 
 
 def _keep_earlier_console(settings: Any, effective: Any) -> None:

@@ -47,8 +47,7 @@ class SharedHandle(WandbHandle):
         if self._speaks:
             roles.define_columns(run, role)
         super().__init__(run, before, request, barrier)
-        self._show_primarys_config()
-        self._show_own_config()
+        self._show_config()
         if self._speaks:
             section = dict(self.run.config).get(role)  # another writer may replace that of the run
             self._tell("running", **({"config": json.dumps(section, default=str)} if section else {}))
@@ -121,7 +120,7 @@ class SharedHandle(WandbHandle):
             section = dict(self.run.config).get(request.plan.role, {})
             section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
             super().use(vendor.update_config, {request.plan.role: section})
-            return self._show_own_config()
+            return self._show_config()
         if request.plan.primary or is_wandbs:
             return super().change_config(method, *args, **kwargs)
         if request.info is not None:
@@ -136,21 +135,17 @@ class SharedHandle(WandbHandle):
         self.warn_once("config", f"{text}. Change it in the calling task.", self.id)
         return vendor.set_config(self.run, changes)
 
-    def _show_primarys_config(self) -> None:
-        """Show the function the config that the primary passes, or the calling task. This rank does not send it."""
-        request = self.request
-        if request.plan.primary or request.plan.role is not None:
-            return
-        own = request.config.config
-        of_file = vendor.parse_config(own) if isinstance(own, str) else {}
-        vendor.set_config(self.run, own if request.info is None else {**of_file, **run_config(request)})
+    def _show_config(self) -> None:
+        """Show the function the config that it would have alone. W&B does not get it so.
 
-    def _show_own_config(self) -> None:
-        """Show the function the config of its role at the top of `run.config`, over the owner's. It is not sent so."""
-        role = self.request.plan.role
+        That of a role is at the top, over the owner's; that of another rank, or of a called task, is the primary's.
+        """
+        request, role = self.request, self.request.plan.role
         if role is not None:
             section = dict(self.run.config).get(role, {})
             vendor.set_config(self.run, {key: value for key, value in section.items() if key != role})
+        elif not request.plan.primary:
+            vendor.set_config(self.run, request.config.config if request.info is None else config_of(request))
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         super().record_event(name, {} if self.request.plan.role else values, text)
@@ -177,3 +172,9 @@ class SharedHandle(WandbHandle):
         role = self.request.plan.role
         if role is not None and self._speaks and not (self._is_incomplete or self.run.offline):
             roles.end_again(Place.of(self.run), role, waits=exit_code not in (INTERRUPTED, TERMINATED))
+
+
+def config_of(request: RunRequest) -> dict[str, Any]:
+    """Return the run's config, as the primary passes it: `config=` may be a file of W&B's."""
+    given = request.config.config
+    return {**(vendor.parse_config(given) if isinstance(given, str) else {}), **run_config(request)}
