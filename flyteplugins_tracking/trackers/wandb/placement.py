@@ -25,6 +25,21 @@ from flyteplugins_tracking.trackers.wandb import outbox
 logger = logging.getLogger(__name__)
 
 
+class _Row:
+    """What a row of the run has got from this attempt.
+
+    Attributes:
+        place: Its step in the run.
+        step: That in the column; None if it has none.
+        keys: The keys that came in time.
+        late: Those of late rows.
+    """
+
+    def __init__(self, place: int) -> None:
+        self.place, self.step = place, None
+        self.keys, self.late = set[str](), set[str]()
+
+
 class Placement:
     """Places the rows of an attempt.
 
@@ -42,10 +57,8 @@ class Placement:
         self._first_step = int(run.starting_step) if known is None else known
         self.distance, self.has_definitions = 0, False
         self._last = -1  # the highest step that was given
-        self._in_column: tuple[int, Any] = (-1, None)  # the last place whose step is in the column, and that step
+        self._row = _Row(-1)  # the last one
         self._drawn: set[str] = set()  # the keys of rows that are not late, or are drawn over the column
-        self._current: tuple[int, set[str]] = (-1, set())  # the place of the last such row, and the keys that it has
-        self._late: tuple[int, set[str]] = (-1, set())  # and of the last late one
 
     def place(self, row: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps it; the step is None if the user gives none."""
@@ -82,26 +95,26 @@ class Placement:
         current = self._outbox.next_step
         if current is None or place < 0:  # others log into the run too; or W&B says that there is no such step
             return row, place
-        at, late_keys = self._late
-        meets_late = at == current and not late_keys.isdisjoint(row)  # its values would replace those of a late row
-        if place > current or (place == current and not meets_late):
-            self._last = max(self._last, step)
-            self._drawn.update(row)
-            if self._current[0] != place:
-                self._current = (place, set())
-            self._current[1].update(row)
+        self._last = max(self._last, step)
+        if self._row.place != current:
+            self._row = _Row(current)
+        # Otherwise its values would replace those of a late row.
+        if place > current or (place == current and self._row.late.isdisjoint(row)):
+            if place > current:
+                self._row = _Row(place)
             if place != step:  # after a rollback, all rows have the column
-                self._in_column = (place, step)
+                self._row.step = step
+            self._row.keys.update(row)
+            self._drawn.update(row)
             return row, place
-        has_column = self._in_column[0] == current and self._in_column[1] != step
-        has_key = self._current[0] == current and not self._current[1].isdisjoint(row)
-        place = current + 1 if has_column or has_key or place == current else current
-        self._in_column = (place, step)
-        self._late = (place, {self._column, *row} | (late_keys if at == place else set()))
+        has_column = self._row.step not in (None, step)
+        if has_column or place == current or not self._row.keys.isdisjoint(row):
+            self._row = _Row(current + 1)
+        self._row.step = step
+        self._row.late.update((self._column, *row))
         if step < self._last:
             self._tell_late(row, step)
-        self._last = max(self._last, step)
-        return {self._column: step, **row}, place
+        return {self._column: step, **row}, self._row.place
 
     def _tell_late(self, row: Mapping[str, Any], step: Any) -> None:
         """Have W&B draw the keys that only late rows have over the column, unless the function says how it draws.
