@@ -9,7 +9,6 @@ import functools
 import inspect
 import logging
 import secrets
-import sys
 import threading
 from abc import abstractmethod
 from collections import deque
@@ -235,7 +234,7 @@ class ClientHandle(Handle):
                 self._barrier.leave()
 
     def end_early(self, exit_code: int) -> None:
-        self._gate.end(lambda: self._end(exit_code), self._act_waiting)
+        self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
 
     def _end(self, exit_code: int) -> None:
         if self._next_row.waiting:  # for a next row that does not come
@@ -243,10 +242,10 @@ class ClientHandle(Handle):
         self._ended_with = exit_code or self._told_status or 0
         self.end(self._ended_with)
 
-    def _end_again(self, exit_code: int) -> None:  # noqa: ARG002 as W&B's run may not have ended
-        """Send what was logged since a signal has ended the run. Its status stays."""
+    def _end_again(self, exit_code: int, *, is_last: bool = True) -> None:  # noqa: ARG002 as W&B's may not have ended
+        """Send what was logged since a signal has ended the run, if the function has ended. Its status stays."""
         self._act_waiting()
-        if self._is_late and self._ended_with is not None:
+        if is_last and self._is_late and self._ended_with is not None:
             self.end(self._ended_with)
 
     def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:
@@ -257,12 +256,7 @@ class ClientHandle(Handle):
         try:
             self.write(row, step, **kwargs)
         except Exception:
-            self._warn("could not be logged to. A row is lost")
-
-    def _warn(self, text: str) -> None:
-        """Warn about the run, once: the training's loop may repeat the cause."""
-        has_error = sys.exc_info()[0] is not None
-        self.warn_once("run", "%s: run %s %s", self._title, self.id, text, exc_info=has_error)
+            self._gate.warn("could not be logged to. A row is lost")
 
 
 def refuse_to_pickle() -> NoReturn:

@@ -161,7 +161,7 @@ class OutboxHandle(client.ClientHandle):
         try:
             self.end_run(exit_code, timeout_s)
         except RejectedError:
-            self._warn("keeps its status: the service has rejected the new one")
+            self._gate.warn("keeps its status: the service has rejected the new one")
         except Exception as error:
             logger.debug("%s: run %s: its status is not sent: %s", self._title, self.id, error)
             return False

@@ -199,7 +199,7 @@ class MlflowHandle(OutboxHandle):
             run_with_timeout(_STOP_S, self._monitor.finish)
         half_s = limit.left_s / 2
         if not run_while(lambda: limit.left_s > half_s, vendor.flush_own_rows):
-            self._warn("has rows of MLflow's own asynchronous logging that it sends when the process ends")
+            self._gate.warn("has rows of MLflow's own asynchronous logging that it sends when the process ends")
         self.close_outbox(exit_code, limit)
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:

@@ -137,9 +137,6 @@ class WandbHandle(ClientHandle):
         """Whether a SIGTERM is to be shown as a preemption here."""
         return self.request.plan.ends_run and not self._agent.has_stopped_trial()
 
-    def end_early(self, exit_code: int) -> None:
-        self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
-
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
 
@@ -286,7 +283,7 @@ class WandbHandle(ClientHandle):
                 self._gate.warn(f"has ended. {name or 'A row'} is lost")
                 return None
 
-    def _end_again(self, exit_code: int, is_last: bool = True) -> None:
+    def _end_again(self, exit_code: int, *, is_last: bool = True) -> None:
         """Have another wandb-core send what W&B lacks, and end the run: when the function has, or if it has died."""
         with self._late:
             if not (self._is_late if is_last else self._has_died):
