@@ -69,28 +69,18 @@ class WriterBarrier:
             local_ranks = range(info.local_world_size or 1)
             label, others = f"local-rank-{info.local_rank}", [f"local-rank-{rank}" for rank in local_ranks]
         barrier = cls(_board(info, title, f"writers/{title}/{request.planned_run_id}"), label, others)
-        if request.plan.primary:
-            barrier.enter_as_primary()
-        else:
-            barrier.enter()
+        barrier.enter(is_primary=request.plan.primary)
         barrier.is_retry |= request.restart_count > 0
         return barrier
 
-    def enter_as_primary(self) -> None:
-        """Enter as the writer that ends the run."""
-        self._is_primary = True
+    def enter(self, *, is_primary: bool) -> None:
+        """Enter, as the writer that ends the run or as another one. In another attempt, it may be the other way."""
+        self._is_primary = is_primary
         if self._board is not None:
             with suppress(RuntimeError):
-                self._entry = self._board.count("entries", 1)
-                self.is_retry = self._entry > 1
-                self._board.count(f"entries/{self._label}", 1)  # in another attempt, it may not be the primary
-
-    def enter(self) -> None:
-        """Enter as another writer."""
-        if self._board is not None:
-            with suppress(RuntimeError):
-                entries = self._board.count(f"entries/{self._label}", 1)
-                self.is_retry = entries > 1 or self._board.count("entries") > 1
+                own_entries = self._board.count(f"entries/{self._label}", 1)
+                self._entry = self._board.count("entries", int(is_primary))
+                self.is_retry = own_entries > 1 or self._entry > 1
 
     def has_resumed(self, had_rows: bool) -> bool:
         """Return whether the run is an earlier attempt's. Called before this writer's first row.

@@ -34,18 +34,18 @@ def missing(primary, timeout_s=0.1):
 def test_a_writer_that_has_left_is_not_waited_for_even_if_the_primary_enters_later(store):
     for _ in range(3):  # attempts
         other, primary = barriers(store)
-        other.enter()
+        other.enter(is_primary=False)
         other.leave()
-        primary.enter_as_primary()
+        primary.enter(is_primary=True)
         assert missing(primary) == []
 
 
 def test_a_writer_of_an_earlier_attempt_does_not_count(store):
     for _ in range(3):
         other, primary = barriers(store)
-        primary.enter_as_primary()
+        primary.enter(is_primary=True)
         assert missing(primary) == ["other"]
-        other.enter()
+        other.enter(is_primary=False)
         assert missing(primary) == ["other"]
         other.leave()
         assert missing(primary) == []
@@ -54,22 +54,22 @@ def test_a_writer_of_an_earlier_attempt_does_not_count(store):
 def test_rows_of_another_writer_of_this_attempt_are_no_earlier_attempts(store):
     """Nor does an attempt whose primary is new, on a node that has joined, take them for its own."""
     other, primary = barriers(store)
-    other.enter()
+    other.enter(is_primary=False)
     assert not other.has_resumed(had_rows=False)
-    primary.enter_as_primary()
+    primary.enter(is_primary=True)
     assert not primary.has_resumed(had_rows=True)
     other, primary = barriers(store)
-    primary.enter_as_primary()
-    other.enter()
+    primary.enter(is_primary=True)
+    other.enter(is_primary=False)
     assert primary.has_resumed(had_rows=True)
     assert other.has_resumed(had_rows=True)
 
 
 def test_what_the_first_writer_finds_in_a_run_of_another_job_is_an_earlier_attempts(store):
     other, primary = barriers(store)
-    other.enter()
+    other.enter(is_primary=False)
     assert other.has_resumed(had_rows=True)
-    primary.enter_as_primary()
+    primary.enter(is_primary=True)
     assert primary.has_resumed(had_rows=True)
 
 
