@@ -30,6 +30,8 @@ from flyteplugins_tracking.trackers.wandb.sender import close_again
 
 logger = logging.getLogger(__name__)
 
+# The methods that end the run.
+_ENDING = ("finish", "__exit__")
 # The properties that change the run by being set, or that ask wandb-core.
 _CHANGING = ("name", "notes", "step", "tags")
 # The methods of a run's config and summary that change it, or that ask wandb-core.
@@ -146,7 +148,8 @@ class WandbHandle(ClientHandle):
         """
         if self._gate.is_ender:
             return method(self.run, *args, **kwargs)
-        self.tell_end(vendor.status_of_end(method.__name__, *args, **kwargs))
+        given = args[0] if args else kwargs.get("exit_code")
+        self.tell_end(int(given is not None) if method.__name__ == "__exit__" else given)
         return None
 
     def prefixed(self, name: Any) -> Any:
@@ -371,7 +374,7 @@ def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard_log(kind.log)
-    members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
+    members.update({name: _guard(getattr(kind, name), "end_by_user") for name in _ENDING})
     for name in _CHANGING:
         member = getattr(kind, name, None)
         if isinstance(member, property):

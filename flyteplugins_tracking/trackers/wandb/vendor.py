@@ -59,8 +59,6 @@ PATIENT = {
     **{f"x_{what}_retry_wait_max_seconds": 8 for what in ("file_stream", "graphql", "file_transfer")},
     **{f"x_{what}_retry_max": 10_000 for what in ("graphql", "file_transfer")},
 }
-# The methods that end the run.
-ENDINGS = ("finish", "__exit__")
 # The functions of the module `wandb` that are methods of `wandb.run`.
 _GLOBALS = (
     *("config", "summary", "log", "save", "use_artifact", "log_artifact", "define_metric", "alert", "watch", "unwatch"),
@@ -290,12 +288,6 @@ def _exit_code_of(connection: Any, timeout_s: float) -> int | None:
         process.wait(timeout_s)
     code: int | None = process.poll()
     return code
-
-
-def _forget(run: Any) -> None:
-    """Take a run from those that are open, as wandb counts them."""
-    runs = session()._active_runs
-    runs[:] = [other for other in runs if other is not run]
 
 
 # Errors
@@ -544,12 +536,6 @@ def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Ca
         raise errors[0]
 
 
-def status_of_end(method: str, *args: Any, **kwargs: Any) -> int:
-    """Return the status that a call of one of `ENDINGS` gives a run: by default 0."""
-    given = args[0] if args else kwargs.get("exit_code")
-    return int(given is not None) if method == "__exit__" else int(given or 0)
-
-
 def is_finished(run: Any) -> bool:
     """Whether the run has ended. Without it, a run counts as open."""
     return bool(getattr(run, "_is_finished", False))
@@ -563,7 +549,8 @@ def set_finished(run: Any) -> None:
     run._is_finished = True
     vars(run)["_cached_public_api"] = None  # it asks by way of wandb-core
     with _optional("wandb.init may return a run whose wandb-core has died"):
-        _forget(run)
+        runs = session()._active_runs
+        runs[:] = [other for other in runs if other is not run]
 
 
 def let_go(run: Any, limit_s: float) -> None:
@@ -907,8 +894,7 @@ class Reader:
                 self._api = wandb.Api(settings, timeout=timeout_s, api_key=keys.get(place.server))
             self._api.flush()
             run = self._api.run(place.path)
-            known = getattr(run, "historyKeys", None)  # which `lastHistoryStep` asks for once more
-            last_step = run.lastHistoryStep if known is None else known.get("lastStep", -1)
+            last_step = (run.historyKeys or {}).get("lastStep", -1)  # `lastHistoryStep` asks for it once more
             return Stored(run.state, int(run.historyLineCount or 0), int(last_step), dict(run.config), run.summary, run)
 
         try:
