@@ -26,6 +26,7 @@ from flyteplugins_tracking.trackers.wandb.names import (
     check_characters,
     check_host,
     forced_run_id,
+    given_settings,
     quoted,
 )
 
@@ -95,7 +96,7 @@ class WandbTracker(Tracker):
         settings = options.get("settings")
         if settings is not None and not isinstance(settings, Mapping) and not hasattr(settings, "model_fields_set"):
             raise ConfigError(f"settings= must be a mapping or a wandb.Settings, got {type(settings).__name__}")
-        given = dict(settings) if isinstance(settings, Mapping) else vars(settings) if settings else {}
+        given = given_settings(options)
         if given.get("api_key"):
             raise ConfigError(
                 "settings= must not hold an API key, because it is pickled with the task: pass secret=... instead"

@@ -22,7 +22,7 @@ from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.idle import is_idle, tell_row, undo_later
 from flyteplugins_tracking.trackers.registry import open_waiting, waiting
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
-from flyteplugins_tracking.trackers.wandb.names import forced_run_id
+from flyteplugins_tracking.trackers.wandb.names import forced_run_id, given_settings
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
 _CONFIG = ("config", "config_exclude_keys", "config_include_keys")
@@ -101,9 +101,7 @@ def _latest_run() -> Any:
 
 def _setting(given: Mapping[str, Any], name: str) -> Any:
     """Return an argument that may be a setting too."""
-    settings = given.get("settings")
-    of_settings = settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
-    return given.get(name, of_settings)
+    return given.get(name, given_settings(given).get(name))
 
 
 def _without_effect(given: Mapping[str, Any]) -> Any:
@@ -172,9 +170,6 @@ def _placed(run: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changed_settings(run: Any, given: Mapping[str, Any]) -> list[str]:
     """Return the names of a call's settings that the run does not have, without their values: they may hold a key."""
-    settings = given.get("settings") or {}
-    values = (
-        settings if isinstance(settings, Mapping) else {one: vars(settings)[one] for one in settings.model_fields_set}
-    )
+    values = given_settings(given)
     names = values.keys() - {*_OPENING}
     return sorted(name for name in names if repr(values[name]) != repr(getattr(run.settings, name, None)))

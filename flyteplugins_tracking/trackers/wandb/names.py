@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._util.checks import check_no_password
@@ -62,10 +63,17 @@ def check_host(host: object) -> None:
     check_no_password("host=", host, "set WANDB_BASE_URL where the task runs")
 
 
+def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a user has set in the `settings=` of these arguments: a mapping, or a `wandb.Settings`."""
+    settings = options.get("settings") or {}
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    return {name: getattr(settings, name) for name in settings.model_fields_set}
+
+
 def app(config: TrackingConfig) -> str:
     """The address that people open: `host=`, or that of the server that the client talks to."""
-    settings = config.options.get("settings")
-    base_url = settings.get("base_url") if isinstance(settings, Mapping) else getattr(settings, "base_url", None)
+    base_url = given_settings(config.options).get("base_url")
     server = os.environ.get("WANDB_APP_URL") or os.environ.get("WANDB_BASE_URL") or base_url or _APP
     address = str(config.options.get(HOST) or server).rstrip("/")
     return without_credentials(_APPS.get(address, address))

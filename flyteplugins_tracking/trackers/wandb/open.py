@@ -31,6 +31,7 @@ from flyteplugins_tracking.trackers.wandb.names import (
     check_characters,
     drop_empty_variables,
     forced_run_id,
+    given_settings,
 )
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 from flyteplugins_tracking.trackers.wandb.sender import send_earlier
@@ -352,18 +353,12 @@ def _given_settings(request: RunRequest) -> Any:
         init_timeout=request.config.init_timeout_s,
         finish_timeout_raises=True,  # if the user has set a limit of W&B's own: ours is `ending.EndLimit`
     )
-    users = request.config.options.get("settings")
-    if isinstance(users, Mapping):
-        settings.update_from_dict(dict(users))
-    elif users is not None:
-        settings.update_from_settings(users)
-    host = request.config.options.get(HOST)
-    if host and request.info is None and not request.plan.primary:
-        settings.base_url = host  # the server that has the run: it belongs to the task that has called this one
-    elif host and "base_url" not in settings.model_fields_set and not os.environ.get("WANDB_BASE_URL"):
-        server = api_of(host)
-        if server is not None:
-            settings.base_url = server
+    settings.update_from_dict(given_settings(request.config.options))
+    host, is_joined = request.config.options.get(HOST), request.info is None and not request.plan.primary
+    # A run that is joined is at the server of the task that has called this one, whatever is set up here.
+    is_set_up = "base_url" in settings.model_fields_set or os.environ.get("WANDB_BASE_URL")
+    if host and (is_joined or not is_set_up) and (server := api_of(host)) is not None:
+        settings.base_url = server
     return settings
 
 
