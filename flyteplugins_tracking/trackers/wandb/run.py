@@ -244,7 +244,7 @@ class WandbHandle(ClientHandle):
     def _before_end(self, exit_code: int) -> None:  # noqa: ARG002 those with several writers need it
         """Log what is told at the end of a run."""
         if self._next_row.waiting:  # in the summary: a row of its own would take a step
-            vendor.update_summary(self.run, self._next_row.take())
+            self.run.summary.update(self._next_row.take())
 
     def end(self, exit_code: int) -> None:
         upload = Upload(Place.of(self.run), self.end_limit(), self.run)
@@ -372,7 +372,9 @@ def _new(kind: Any) -> Any:
 @functools.cache
 def _guarded(kind: Any) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
-    members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
+    public = [name for name in dir(kind) if not name.startswith("_")]
+    methods = [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
+    members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in methods}
     members["log"] = _guard_log(kind.log)
     members.update({name: _guard(getattr(kind, name), "end_by_user") for name in _ENDING})
     for name in _CHANGING:
@@ -401,11 +403,6 @@ def _subclass(kind: Any, members: Mapping[str, Any]) -> Any:
 
 def _run_of(value: Any) -> Any:
     return object.__getattribute__(value, RUN)
-
-
-def _methods(kind: type) -> list[str]:
-    public = [name for name in dir(kind) if not name.startswith("_")]
-    return [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
 
 
 def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] | None = None) -> Any:

@@ -568,7 +568,7 @@ class LaterEnd(NamedTuple):
         """Give an open run its config and summary."""
         run.config.update(self.config, allow_val_change=True)
         vendor.forget(run, FAILURE_KEYS)
-        vendor.update_summary(run, self.summary)
+        run.summary.update(self.summary)
 
 
 class Files:

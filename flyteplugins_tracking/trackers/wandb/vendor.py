@@ -2,8 +2,7 @@
 
 Another version of wandb may lack any of them. Each function here says what it is for and what happens then. There are
 two cases. An optional feature is switched off, with one warning. A feature that the user asked for raises a
-`TrackerNotInstalledError` that names the version in `PARTS`, which was tested. Which runs are opened, under which id,
-how they end, and which rows arrive, does not depend on any but the first two.
+`TrackerNotInstalledError` that names the version in `PARTS`, which was tested.
 """
 
 from __future__ import annotations
@@ -499,12 +498,6 @@ def forget(run: Any, keys: Collection[str]) -> None:
     """Remove keys from the summary that an earlier attempt has set."""
     for key in set(keys).intersection(run.summary.keys()):
         del run.summary[key]
-
-
-def update_summary(run: Any, values: Mapping[str, Any]) -> None:
-    """Change the summary of a run, at any time."""
-    kind: Any = type(run.summary)
-    getattr(kind, "__wrapped__", kind).update(run.summary, values)
 
 
 def finish_while(lasts: Callable[[], bool], run: Any, exit_code: int, finish: Callable[[], object]) -> None:
