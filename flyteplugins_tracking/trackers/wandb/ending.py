@@ -72,18 +72,17 @@ class Upload:
         return "; ".join(filter(None, (of_files, doing)))
 
 
-class SweepAgent:
-    """W&B's agent that has started this process for a trial, if one has. It stops a trial with a SIGTERM.
+def agent_of_trial() -> int:
+    """Return the id of W&B's agent that has started this process for a trial of a sweep; 0 if none has."""
+    is_trial = _OF_TRIAL in proc.variables_at_start(os.getpid())
+    return proc.nearest_without(_OF_TRIAL) if is_trial else 0
 
-    W&B starts a trial again that was preempted, and one that was stopped must not be.
+
+def has_stopped_trial(agent: int) -> bool:
+    """Whether a SIGTERM is the agent's. One from outside ends the agent too, unless it has a handler.
+
+    W&B starts a trial again that was preempted, and one that its agent has stopped must not be.
     """
-
-    def __init__(self) -> None:
-        is_trial = _OF_TRIAL in proc.variables_at_start(os.getpid())
-        self._pid = proc.nearest_without(_OF_TRIAL) if is_trial else 0
-
-    def has_stopped_trial(self) -> bool:
-        """Whether a SIGTERM is the agent's. One from outside ends the agent too, unless it has a handler."""
-        if not self._pid or proc.has_handler(signal.SIGTERM, self._pid):
-            return False
-        return not wait_until(lambda: proc.state(self._pid) in ("", "Z"), _GONE_S, _POLL_S)
+    if not agent or proc.has_handler(signal.SIGTERM, agent):
+        return False
+    return not wait_until(lambda: proc.state(agent) in ("", "Z"), _GONE_S, _POLL_S)

@@ -48,7 +48,10 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     """Return the run for a call of `wandb.init`; None if it is W&B's own."""
     given = {**_changed_variables(), **{name: value for name, value in arguments.items() if value is not None}}
     given = _open_waiting(given)
-    run, is_another = _latest_run(), _setting(given, "reinit") in _ANOTHER
+    runs, is_another = vendor.open_runs(), _setting(given, "reinit") in _ANOTHER
+    run = (
+        runs[-1] if runs else vendor.global_run()
+    )  # that which W&B would return. An attached or disabled one is global
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.pid != os.getpid():
         is_off = is_idle("wandb") and not is_another and (run is None or run.disabled)
@@ -91,12 +94,6 @@ def _changed_variables() -> dict[str, Any]:
         if os.environ.get(name) not in (None, "", known.get(name))
     }
     return {**new, "tags": new["tags"].split(",")} if "tags" in new else new
-
-
-def _latest_run() -> Any:
-    """Return the run that W&B would return: the latest one that is open. An attached or disabled one is `wandb.run`."""
-    runs = vendor.open_runs()
-    return runs[-1] if runs else vendor.global_run()
 
 
 def _setting(given: Mapping[str, Any], name: str) -> Any:

@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers.gate import NOT_OPEN, Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.attempts import Place
-from flyteplugins_tracking.trackers.wandb.ending import SweepAgent, Upload
+from flyteplugins_tracking.trackers.wandb.ending import Upload, agent_of_trial, has_stopped_trial
 from flyteplugins_tracking.trackers.wandb.names import HOST
 from flyteplugins_tracking.trackers.wandb.placement import Placement
 from flyteplugins_tracking.trackers.wandb.sender import close_again
@@ -85,7 +85,7 @@ class WandbHandle(ClientHandle):
         self._has_died = False  # whether wandb-core has, and nobody has ended the run since
         self._summary: dict[str, Any] = {}  # what the function has set in it, to be read after the run's end
         self._placement = Placement(run, self.kind, request, self.warn_once)
-        self._agent = SweepAgent()
+        self._agent = agent_of_trial()
         vars(run)[HANDLE] = self
         run.__class__ = _guarded(kind)
         guard_values(run)
@@ -137,7 +137,7 @@ class WandbHandle(ClientHandle):
 
     def _is_preempted(self) -> bool:
         """Whether a SIGTERM is to be shown as a preemption here."""
-        return self.request.plan.ends_run and not self._agent.has_stopped_trial()
+        return self.request.plan.ends_run and not has_stopped_trial(self._agent)
 
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
