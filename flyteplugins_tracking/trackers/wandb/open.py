@@ -285,14 +285,12 @@ def _init_arguments(request: RunRequest, mode: str | None, settings: Any, is_onl
 
 def _id_arguments(request: RunRequest) -> dict[str, Any]:
     """Return the arguments that resume the run by its id: after a restart or a retry it keeps its rows."""
-    options = request.config.options
-    if request.plan.run_id is None or "resume_from" in options:
+    options, run_id = request.config.options, request.plan.run_id
+    if run_id is None or "resume_from" in options:
         return {}
-    if request.plan.run_id == forced_run_id():
-        return {} if "resume" in options or "WANDB_RESUME" in os.environ else {"resume": "allow"}
-    if {"resume", "fork_from"} & options.keys() or "WANDB_RESUME" in os.environ:
-        return {"id": request.plan.run_id}
-    return {"id": request.plan.run_id, "resume": "allow"}
+    is_chosen = {"resume", "fork_from"} & options.keys() or "WANDB_RESUME" in os.environ
+    # W&B warns of an id in a trial, which has its own.
+    return {**({} if run_id == forced_run_id() else {"id": run_id}), **({} if is_chosen else {"resume": "allow"})}
 
 
 def _add_defaults(settings: Any, effective: Any, request: RunRequest) -> None:

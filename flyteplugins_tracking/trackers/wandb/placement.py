@@ -61,11 +61,14 @@ class Placement:
         self._drawn: set[str] = set()  # the keys of rows that are not late, or are drawn over the column
 
     def place(self, row: Any, step: Any) -> tuple[Any, Any]:
-        """Return the row and the step with which W&B keeps it; the step is None if the user gives none."""
+        """Return the row and the step with which W&B keeps it; the step is None if the user gives none.
+
+        Called for a row with a step, and for each row of a job that has gone back.
+        """
         # A run without an earlier attempt has no step below 0 to go back to: W&B drops such a row.
         if step is not None and not self.distance and max(step, 0) < self._first_step:
             self._go_back(step)
-        if not isinstance(row, Mapping) or (step is None and not self.distance):  # for another type, wandb says why
+        if not isinstance(row, Mapping):  # wandb says why
             return row, step
         if not self.distance:
             return self._place(row, step, step)
