@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import Page, RunPlan, primary_rank_of
+from flyteplugins_tracking._rank.plan import Page, RunPlan
 from flyteplugins_tracking._util.record import Record
 from flyteplugins_tracking.trackers.config import TrackingConfig, own_values
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
@@ -98,15 +98,9 @@ class RunRequest(Record):
         return count
 
     @property
-    def primary_rank(self) -> int:
-        """The primary's number in the run's scope: its rank, or its local rank with rank_scope="worker"."""
-        config = self.config
-        return primary_rank_of(self.info, config.run_mode, config.rank_scope, config.primary_rank)
-
-    @property
     def primary_name(self) -> str:
         """The primary in messages: "rank 3", or "local rank 3" with rank_scope="worker"."""
-        return f"{'local rank' if self.config.rank_scope == 'worker' else 'rank'} {self.primary_rank}"
+        return f"{'local rank' if self.config.rank_scope == 'worker' else 'rank'} {self.config.primary_rank}"
 
     @property
     def leads_node(self) -> bool:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import RankScope, position, primary_rank_of
+from flyteplugins_tracking._rank.plan import RankScope, position
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import when_loaded
@@ -53,8 +53,7 @@ def keep_idle(tracker: str, config: TrackingConfig, info: DistributedInfo | None
     """Have what a function opens in the tracker's client do nothing from now on. Returns what undoes that."""
     owner = ""
     if info is not None:
-        primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
-        owner = f"{'local ' * (config.rank_scope == 'worker')}rank {primary}"
+        owner = f"{'local ' * (config.rank_scope == 'worker')}rank {config.primary_rank}"
     _latest[tracker] = (info, config.rank_scope, owner)
     _idle.functions[tracker] += 1
     forget = when_loaded(tracker, lambda: join_clients_calls(tracker))
