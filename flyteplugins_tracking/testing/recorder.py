@@ -420,9 +420,8 @@ class _Handle(ClientHandle):
         self._state.rows.append(Row(values, step, self.rank, self._attempt))
         self._state.summary.update(values)
 
-    def _end(self, exit_code: int) -> None:
+    def _before_end(self, exit_code: int) -> None:  # noqa: ARG002 as W&B's
         self._state.summary.update(self._next_row.take())  # no row of its own, which the function has not logged
-        super()._end(exit_code)
 
     def end(self, exit_code: int) -> None:
         self._rows.commit(lambda row: self._add(row, row.get(self._column)))

@@ -237,10 +237,14 @@ class ClientHandle(Handle):
         self._gate.end(lambda: self._end(exit_code), lambda: self._end_again(exit_code, is_last=False))
 
     def _end(self, exit_code: int) -> None:
+        self._ended_with = exit_code or self._told_status or 0
+        self._before_end(self._ended_with)
+        self.end(self._ended_with)
+
+    def _before_end(self, exit_code: int) -> None:  # noqa: ARG002 W&B's runs with several writers need it
+        """Log what is told at the end of a run."""
         if self._next_row.waiting:  # for a next row that does not come
             self._write(self._next_row.take(), self.last_step, {})
-        self._ended_with = exit_code or self._told_status or 0
-        self.end(self._ended_with)
 
     def _end_again(self, exit_code: int, *, is_last: bool = True) -> None:  # noqa: ARG002 as W&B's may not have ended
         """Send what was logged since a signal has ended the run, if the function has ended. Its status stays."""

@@ -337,6 +337,16 @@ def test_a_role_leaves_the_run_as_the_owner_has_it(tmp_path):
         assert job.stored.status == "finished"
 
 
+@pytest.mark.full
+def test_a_role_leaves_the_run_with_the_status_that_the_owners_function_has_told(job):
+    """`run.finish(exit_code=3)` ends nothing, and is the run's status if the function then returns."""
+    owner = job.run(roles=ROLES, rows=3, calls=["run.finish(exit_code=3)"])
+    role = job.run("rollout-0", rows=3)
+    assert (owner.returncode, role.returncode) == (0, 0), (owner.output, role.output)
+    (run,) = job.server.runs
+    assert (run.state, run.exit_codes) == ("failed", [3, 3])
+
+
 @pytest.mark.wide
 def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(job):
     owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})

@@ -237,12 +237,7 @@ class WandbHandle(ClientHandle):
         if current is None or current is self.run or vendor.is_finished(current):
             vendor.set_global_run(self.run)
 
-    def _end(self, exit_code: int) -> None:
-        self._before_end(exit_code)
-        super()._end(exit_code)
-
     def _before_end(self, exit_code: int) -> None:  # noqa: ARG002 those with several writers need it
-        """Log what is told at the end of a run."""
         if self._next_row.waiting:  # in the summary: a row of its own would take a step
             self.run.summary.update(self._next_row.take())
 
