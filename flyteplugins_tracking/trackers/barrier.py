@@ -117,19 +117,6 @@ class WriterBarrier:
                 time.sleep(_POLL_S)
         return []
 
-    def wait_for_run(self, request: RunRequest, title: str) -> None:
-        """On the primary, wait for the other writers, and warn about those that are late."""
-        missing = self.wait(EndLimit(title, str(request.plan.run_id), request.config, request.sigterm))
-        if missing:
-            logger.warning(
-                "%s: run %s ends now. The primary rank's function returned %s ago, and these writers have not sent all "
-                "their rows: %s. Pass a longer kill_after_s to wait for them.",
-                title,
-                request.plan.run_id,
-                request.config.finish_limit,
-                ", ".join(missing),
-            )
-
     def _missing(self, board: Board) -> list[str]:
         self._others = [label for label in self._others if not self._has_left(board, label)]
         return self._others

@@ -223,8 +223,13 @@ class ClientHandle(Handle):
         return self._last_step
 
     def await_writers(self, exit_code: int) -> None:
-        if self._barrier is not None and exit_code == 0:
-            self._barrier.wait_for_run(self.request, self._title)
+        missing = self._barrier.wait(self.end_limit()) if self._barrier is not None and exit_code == 0 else ()
+        if missing:
+            text = (
+                "%s: run %s ends now. The primary rank's function returned %s ago, and these writers have not sent all "
+                "their rows: %s. Pass a longer kill_after_s to wait for them."
+            )
+            logger.warning(text, self._title, self.id, self.request.config.finish_limit, ", ".join(missing))
 
     def finish(self, exit_code: int) -> None:
         try:

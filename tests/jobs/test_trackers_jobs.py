@@ -220,7 +220,7 @@ def test_the_examples_tracker_for_a_service_posts_each_row_and_keeps_a_run_in_an
 class Waiting:
     """Writers that are waited for until a signal comes."""
 
-    def wait_for_run(self, *_: object) -> None:
+    def wait(self, *_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     def leave(self) -> None:

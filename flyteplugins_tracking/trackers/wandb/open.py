@@ -327,17 +327,13 @@ def _stopping(request: RunRequest, *, is_wanted_without_rows: bool) -> Callable[
             directory = outbox.run_directory(run)
             refusal = vendor.refusal_of_rows(directory, "wandb-core's log cannot be read")
             if is_wanted_without_rows or not refusal:
-                request.ask_to_stop(_interrupt)
+                main = threading.main_thread().ident or 0
+                request.ask_to_stop(functools.partial(signal.pthread_kill, main, signal.SIGINT))  # as Ctrl-C does
             else:
                 text = "W&B: run %s: %s. What it logs is kept in %s. To send it when the function has ended, run: %s"
                 logger.warning(text, run.id, refusal, directory, how_to_send(outbox.directory_to_send(request, run)))
 
     return stop
-
-
-def _interrupt() -> None:
-    """Raise KeyboardInterrupt in the main thread, as Ctrl-C does."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _dies_with_pod(request: RunRequest) -> bool:
