@@ -396,3 +396,13 @@ def test_a_variable_that_wandb_does_not_accept_is_an_error_of_ours_that_names_it
     assert done.returncode == 1
     last = [line for line in done.output.splitlines() if line.startswith("flyteplugins_tracking.errors.ConfigError: ")]
     assert named in "".join(last), done.output
+
+
+@pytest.mark.full
+def test_a_decorated_function_in_a_forked_child_has_a_run_of_its_own(tmp_path):
+    """W&B's client would attach the child to the parent's run, which is `wandb.run` there."""
+    with WandbServer() as server:
+        done = runs(tmp_path, "forked_child", **server.environment)
+        assert done.returncode == 0, done.output
+        found = {run.id: ([row["row"] for row in run.rows], run.state) for run in server.runs}
+    assert found == {"parent": ([0, 0], "finished"), "child": ([1], "finished")}

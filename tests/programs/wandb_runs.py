@@ -225,6 +225,27 @@ def lightning_child() -> None:
     train()
 
 
+def forked_child() -> None:
+    """A decorated function in a forked child, while the parent's has its run open."""
+
+    def log_in_child() -> None:
+        @tracking_init(project="p", id="child")
+        def child() -> None:
+            get_run().log({"row": 1})
+
+        child()
+
+    @tracking_init(project="p", id="parent")
+    def parent() -> None:
+        get_run().log({"row": 0})
+        process = multiprocessing.get_context("fork").Process(target=log_in_child)
+        process.start()
+        process.join()
+        get_run().log({"row": process.exitcode})
+
+    parent()
+
+
 def vendors_object() -> None:
     """The run inside and after the function is the vendor's own object. What threads log after the end is lost."""
     logs = []

@@ -49,9 +49,8 @@ def _join(arguments: Mapping[str, Any]) -> Any:
     given = {**_changed_variables(), **{name: value for name, value in arguments.items() if value is not None}}
     given = _open_waiting(given)
     runs, is_another = vendor.open_runs(), _setting(given, "reinit") in _ANOTHER
-    run = (
-        runs[-1] if runs else vendor.global_run()
-    )  # that which W&B would return. An attached or disabled one is global
+    # The one that W&B would return: the latest that is open. An attached or disabled one is `wandb.run`.
+    run = runs[-1] if runs else vendor.global_run()
     handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
     if handle is None or handle.pid != os.getpid():
         is_off = is_idle("wandb") and not is_another and (run is None or run.disabled)

@@ -48,6 +48,8 @@ _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at 
 # How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
 _ANSWER_S, _CUT_S = 1.0, 0.5
 _optional, _required = PARTS.optional, PARTS.required
+# The run's attribute that holds its connection.
+_CONNECTION = "_flyteplugins_tracking_connection"
 # How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
 # How much of a file is read at once, in bytes.
@@ -309,8 +311,8 @@ def service_gone(run: Any, error: BaseException | None) -> tuple[type[BaseExcept
 
 
 def _connection_of(run: Any) -> Any:
-    """The connection of the run: `wandb.teardown` has the session forget it."""
-    return getattr(getattr(run, "_wl", None), "_connection", None)
+    """The connection of the run: `wandb.teardown` and a death have the session forget it."""
+    return vars(run).get(_CONNECTION) or getattr(getattr(run, "_wl", None), "_connection", None)
 
 
 def was_torn_down(run: Any, timeout_s: float) -> bool:
@@ -615,6 +617,7 @@ def on_records(run: Any, publish: Callable[..., Any], deliver: Callable[..., Any
         publish: Gives a record to wandb-core.
         deliver: Gives it one that is answered.
     """
+    vars(run)[_CONNECTION] = _connection_of(run)  # the session may get another one while this run is open
     with _optional("rows that are not sent at a kill are lost"):
         interface = interface_of(run)
         first, second = interface._publish, interface._deliver
