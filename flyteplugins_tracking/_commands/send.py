@@ -34,7 +34,7 @@ from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle
 from flyteplugins_tracking.trackers.outbox import but_for, how_to_send, require_server, servers_in
 from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.wandb import attempts as wandb_files
-from flyteplugins_tracking.trackers.wandb import sender
+from flyteplugins_tracking.trackers.wandb import sender, vendor
 
 _LONGEST_ID, _LONGEST_S = 200, 3.2e7
 # The arguments that only the job's own process takes. Settings may name a proxy for the key, or files to upload. The
@@ -91,6 +91,8 @@ def _send(paths: Sequence[Path], failed: list[str]) -> Iterator[str]:
             else:
                 yield send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
+            if path in of_wandb:  # before 0.31, this process would wait at its exit for the end of the run
+                vendor.kill_service()
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
 

@@ -814,9 +814,6 @@ def _send_all(directories: Sequence[Path], close: Upload | None = None) -> Sende
             deaths += not is_away
             is_death = type(error).__module__.startswith(_OF_SERVICE) or (sender is not None and sender.is_lost(error))
             if not (is_death or is_away) or deaths > _DEATHS:
-                # Before 0.31, the process would wait at its exit for the end of the run.
-                if close is None and not vendor.open_runs():
-                    vendor.kill_service()
                 raise
             logger.warning("W&B: what is left in %s is sent once more: %s", directories[-1], first_line(error))
             time.sleep(_POLL_S)

@@ -190,9 +190,11 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
 def kill_service() -> None:
     """Stop wandb-core, whatever it has open: the next run starts another. Without it, what it has open stays so."""
     with _optional("a run that could not be opened is not sent by this process any more"):
-        session()._connection._proc._process.kill()
-        _exit_code_of(session()._connection, _ANSWER_S)
-        restart_service()
+        connection = session()._connection
+        if connection is not None and connection._proc is not None:
+            connection._proc._process.kill()
+            _exit_code_of(connection, _ANSWER_S)
+            restart_service()
 
 
 def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit_s: float) -> None:
@@ -693,7 +695,7 @@ class KeptArtifact(NamedTuple):
             manifest.manifest_file_path = str(listing)
         for entry in (entry for entry in manifest.contents if entry.local_path):
             path = Path(entry.local_path)
-            if path.parent.name == copies.name:
+            if path.parent.parts[-2:] == copies.parts[-2:]:  # the job's WANDB_DATA_DIR may have been another one
                 path = copies / path.name
             is_whole = is_whole and is_own_file(path)
             was_copied = was_copied and path.parent == copies
