@@ -197,6 +197,218 @@ def test_rows_of_a_shared_attempt_and_of_one_with_one_process_are_sent_once(tmp_
 @pytest.mark.sampled_full(1)
 @pytest.mark.full
 @pytest.mark.parametrize("by", ["next", "send"])
+def test_rows_of_a_shared_run_that_arrive_at_its_kill_are_not_sent_twice(tmp_path, by):
+    """W&B's answers are seconds old: they do not have these rows yet."""
+    env = {**SHARED, "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.2"}
+    with WandbServer(old=5.5) as server:
+        log(tmp_path, server, "rows", "kill", 0, env, arrived=20)
+        log(tmp_path, server, "rows", "return", 1, env) if by == "next" else send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0, *([1] if by == "next" else [])) * 2)
+
+
+@pytest.mark.full
+@pytest.mark.sampled_full(1)
+@pytest.mark.parametrize(("mode", "by"), DIAGONAL)
+def test_rows_of_a_shared_run_without_a_number_are_sent_once(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "forked", "kill", 0, {**SHARED, "WANDB_MODE": mode})
+        wanted = [*expected(0) * 2, *(row + 500 for row in expected(0))]
+        if by == "next":
+            log(tmp_path, server, "rows", "return", 1, SHARED)
+            wanted += expected(1) * 2
+        if by == "watch":
+            watch_until_done(tmp_path, server)
+        for _ in range(2):
+            output = send(tmp_path, server)
+            assert numbers(server.run("run")) == sorted(wanted), output
+
+
+@pytest.mark.full
+@pytest.mark.sampled_full(1)
+@pytest.mark.parametrize(("mode", "by"), DIAGONAL)
+def test_rows_of_one_time_are_all_sent(tmp_path, mode, by):
+    """Behind those of an attempt on another disk, so that steps do not tell which rows have arrived."""
+    with WandbServer() as server:
+        log(tmp_path, server, "simultaneous", "kill", 0, {"WANDB_MODE": mode})
+        second = tmp_path if by == "next" else tmp_path / "other"
+        second.mkdir(exist_ok=True)
+        log(second, server, "rows", "return", 1)
+        if by == "watch":
+            watch_until_done(tmp_path, server)
+        for _ in range(2):
+            output = send(tmp_path, server)
+            assert numbers(server.run("run")) == expected(0, 1), output
+
+
+@pytest.mark.wide
+def test_a_second_send_does_not_end_a_run_again_for_a_file_that_is_gone(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "saved", "raise", env=OFFLINE)
+        for path in (*tmp_path.rglob("saved-0.txt"),):
+            path.unlink()
+        log(tmp_path, server, "rows", "return", 1)
+        for _ in range(2):
+            assert "saved-0.txt" in send(tmp_path, server, returncode=1)
+            assert server.run("run").state == "finished"
+            assert numbers(server.run("run")) == expected(0, 1)
+
+
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
+@pytest.mark.parametrize("by", ["next", "send"])
+def test_files_of_a_killed_attempt_whose_rows_have_arrived_are_sent(tmp_path, by):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")):
+            env = {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "0.2"}
+            log(tmp_path, server, "files", "kill", env=env, arrived=10)
+        log(tmp_path, server, "rows", "return", 1) if by == "next" else send(tmp_path, server)
+        run = server.run("run")
+        assert numbers(run) == expected(0) if by == "send" else expected(0, 1)
+        assert "saved.txt" in run.files
+        assert len([name for name in run.files if name.startswith("media/html")]) == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "by"), [("offline", "send"), pytest.param("online", "next", marks=pytest.mark.wide)])
+def test_a_file_that_is_saved_again_under_its_name_is_sent(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "resaved", "return", 0)
+        with server.failing(Fault.mute(only="upload")):
+            log(tmp_path, server, "resaved", "kill", 1, {"WANDB_MODE": mode})
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 0"
+        log(tmp_path, server, "rows", "return", 2) if by == "next" else send(tmp_path, server)
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
+@pytest.mark.wide
+def test_a_file_that_a_later_attempt_has_saved_again_stays(tmp_path):
+    with WandbServer() as server:
+        log(tmp_path, server, "resaved", "kill", 0, OFFLINE)
+        time.sleep(2)  # the service tells the second of an upload
+        log(tmp_path, server, "resaved", "return", 1)
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == expected(0, 1)
+        assert server.run("run").files["checkpoint.txt"] == b"of attempt 1"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [SHARED, pytest.param({}, marks=pytest.mark.wide)], ids=["shared", "auto"])
+def test_send_does_not_end_a_run_that_a_later_attempt_has_open(tmp_path, mode):
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "kill", 0, SHARED)
+        later = start(tmp_path, server, "rows", "wait", 1, mode)
+        wait_until(lambda: has_logged(tmp_path, 1, mode), later)
+        assert "a process is writing to run run" in send(tmp_path, server, returncode=1)
+        assert server.run("run").exit_codes == []
+        (tmp_path / "go").touch()
+        jobs.finish(later, tmp_path)
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0) * 2 + expected(1) * ranks_of(mode))
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [SHARED, pytest.param({}, marks=pytest.mark.wide)], ids=["shared", "auto"])
+def test_two_sends_at_once_send_each_row_once(tmp_path, mode):
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "kill", 0, mode)
+        both = [jobs.start(SEND, tmp_path, server.environment) for _ in range(2)]
+        outputs = [jobs.finish(one, tmp_path).output for one in both]
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == sorted(expected(0) * ranks_of(mode)), outputs
+
+
+@pytest.mark.full
+def test_rows_that_the_server_refuses_at_the_close_stay_on_the_disk(tmp_path):
+    with WandbServer() as server:
+        with server.failing(Fault.status(403, only="filestream")):
+            output = log(tmp_path, server, "dead", "return")
+        assert "was not sent completely" in output
+        send(tmp_path, server)
+        assert numbers(server.run("run")) == [*expected(0), 10]
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.parametrize(("mode", "by"), [({}, "send"), pytest.param(SHARED, "watch", marks=pytest.mark.full)])
+def test_the_name_config_and_alerts_that_an_offline_run_has_at_last_are_sent(tmp_path, mode, by):
+    with WandbServer() as server:
+        log(tmp_path, server, "named", "return", 0, {**OFFLINE, **mode})
+        send(tmp_path, server) if by == "send" else watch_until_done(tmp_path, server)
+        run = server.run("run")
+        assert (run.name, run.config["late"], run.exit_codes) == ("renamed", 1, [0])
+        assert run.alerts == [("title", "of attempt 0", "INFO")]
+
+
+@pytest.mark.parametrize("by", ["send", pytest.param("watch", marks=pytest.mark.wide)])
+def test_a_run_that_was_deleted_is_named_and_keeps_no_other_from_being_sent(tmp_path, by):
+    """W&B answers 409, which its client repeats."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "return", 0, OFFLINE)
+        log(tmp_path, server, "rows", "return", 1, {**OFFLINE, "RUN": "other"})
+        answers = server.graphql
+
+        def refuse(posted: dict[str, Any]) -> tuple[int, Any]:
+            is_opened = posted.get("operationName") == "UpsertBucket" and posted["variables"]["name"] == "run"
+            text = "run run was previously created and deleted; try a new run name"
+            return (409, {"errors": [{"message": text}]}) if is_opened else answers(posted)
+
+        server.graphql = refuse
+        command = SEND if by == "send" else [*WATCH, "--until-done"]
+        done = jobs.run(command, tmp_path, {**server.environment, "WANDB_INIT_TIMEOUT": "5"})
+        assert done.returncode == 1
+        assert "was previously created and deleted" in done.output
+        assert "another one" in done.output
+        (run,) = server.runs
+        assert (run.id, numbers(run), run.state) == ("other", expected(1), "finished")
+
+
+@pytest.mark.wide
+def test_a_watched_run_that_an_outage_keeps_from_being_opened_is_sent_after_it(tmp_path):
+    """wandb-core has its id open since the opening has failed."""
+    with WandbServer() as server:
+        log(tmp_path, server, "rows", "return", 0, OFFLINE)
+        answers, asked = server.graphql, list[float]()
+
+        def fail(posted: dict[str, Any]) -> tuple[int, Any]:
+            is_opened = posted.get("operationName") == "UpsertBucket"
+            asked.extend([time.monotonic()] if is_opened else [])
+            is_away = is_opened and time.monotonic() < asked[0] + 8
+            return (503, {"errors": [{"message": "away"}]}) if is_away else answers(posted)
+
+        server.graphql = fail
+        done = jobs.run(
+            [*WATCH, "--until-done", "--interval=1"], tmp_path, {**server.environment, "WANDB_INIT_TIMEOUT": "5"}
+        )
+        assert done.returncode == 0, done.output
+        assert "could not be opened before" in done.output
+        assert numbers(server.run("run")) == expected(0)
+        assert server.run("run").state == "finished"
+
+
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_an_artifact_with_many_files_is_sent_whole_or_named(tmp_path, mode):
+    env = {"WANDB_DATA_DIR": str(tmp_path / "data")}
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")):
+            log(tmp_path, server, "listed", "kill", 0, {**env, "WANDB_MODE": mode})
+        listings = list((tmp_path / "data").rglob("artifact_manifests/*"))
+        assert len(listings) == (mode == "offline")  # wandb-core has removed it
+        done = jobs.run(SEND, tmp_path, {**server.environment, **env})
+        run = server.run("run")
+        assert numbers(run) == expected(0)
+        assert done.returncode == (mode == "online"), done.output
+        if mode == "online":
+            assert "artifact weights" in done.output
+            assert not run.committed
+        else:
+            assert len(run.committed["weights"]) == 3
+
+
+@pytest.mark.sampled_full(1)
+@pytest.mark.full
+@pytest.mark.parametrize("by", ["next", "send"])
 def test_an_artifact_of_which_there_is_no_copy_is_sent_from_its_own_files(tmp_path, by):
     """`send` sends none that was changed since: a stranger's record may name any file of the user."""
     with WandbServer() as server:

@@ -75,10 +75,10 @@ _IN_USE = "is in use"
 STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
 # The errors of a wandb-core that dies while it starts.
 _OF_SERVICE = "wandb.sdk.lib.service"
-# The runs that this process could not open: wandb-core has their ids open since. And why W&B has refused those that
-# were deleted.
+# The runs that this process could not open: wandb-core has their ids open since. And why W&B refuses some for good,
+# such as one that was deleted: to ask again would stop the other runs of this wandb-core each time.
 _unopened: set[Place] = set()
-_deleted: dict[Place, str] = {}
+_refused: dict[Place, str] = {}
 # The file of a `LaterEnd`, and its most bytes.
 _LATER, _LONGEST_LATER = "flyteplugins-tracking-later.json", 1 << 24
 
@@ -501,8 +501,8 @@ def _settings(described: Any, close: Upload | None) -> dict[str, Any]:
 
 def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings: Mapping[str, Any]) -> Any:
     """Open a run to send what is left of it. W&B's client has its files below that directory."""
-    if place in _deleted:
-        raise TrackerUnavailableError(_deleted[place], is_outage=False)
+    if place in _refused:
+        raise TrackerUnavailableError(_refused[place], is_outage=False)
     folder = tempfile.mkdtemp(prefix=attempts.SENDERS.rstrip("*"), dir=directory)
     try:
         with vendor.opening.lock:
@@ -517,14 +517,14 @@ def _open(place: Place, arguments: Mapping[str, Any], directory: Path, settings:
             vendor.kill_service()  # what it has open is opened again
             raise TrackerUnavailableError(f"{place.run_id} could not be opened before, and is opened again") from error
         _unopened.add(place)
+        text = f"run {place.run_id} was not sent: {first_line(error)}"
         if vendor.is_deleted(error):
-            _deleted[place] = (
-                f"run {place.run_id} was not sent: {first_line(error)}. W&B does not take the id of a deleted run "
-                "again: use another one from now on. To send what W&B's own file has: "
-                f"wandb sync --id NEW_ID {shlex.quote(str(directory))}"
-            )
-            raise TrackerUnavailableError(_deleted[place], is_outage=False) from error
-        raise
+            text += ". W&B does not take the id of a deleted run again: use another one from now on. To send what "
+            text += f"W&B's own file has: wandb sync --id NEW_ID {shlex.quote(str(directory))}"
+        elif vendor.is_outage(error):
+            raise
+        _refused[place] = text
+        raise TrackerUnavailableError(text, is_outage=False) from error
 
 
 class LaterEnd(NamedTuple):
