@@ -339,9 +339,16 @@ def test_the_name_config_and_alerts_that_an_offline_run_has_at_last_are_sent(tmp
         assert run.alerts == [("title", "of attempt 0", "INFO")]
 
 
-@pytest.mark.parametrize("by", ["send", pytest.param("watch", marks=pytest.mark.wide)])
-def test_a_run_that_was_deleted_is_named_and_keeps_no_other_from_being_sent(tmp_path, by):
-    """W&B answers 409, which its client repeats."""
+@pytest.mark.parametrize(
+    ("by", "status", "text"),
+    [
+        ("send", 409, "run run was previously created and deleted; try a new run name"),
+        pytest.param("watch", 409, "run run was previously created and deleted; try again", marks=pytest.mark.wide),
+        pytest.param("watch", 403, "permission denied", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_that_is_refused_for_good_is_named_and_keeps_no_other_from_being_sent(tmp_path, by, status, text):
+    """That of a deleted run is 409, which W&B's client repeats."""
     with WandbServer() as server:
         log(tmp_path, server, "rows", "return", 0, OFFLINE)
         log(tmp_path, server, "rows", "return", 1, {**OFFLINE, "RUN": "other"})
@@ -349,15 +356,14 @@ def test_a_run_that_was_deleted_is_named_and_keeps_no_other_from_being_sent(tmp_
 
         def refuse(posted: dict[str, Any]) -> tuple[int, Any]:
             is_opened = posted.get("operationName") == "UpsertBucket" and posted["variables"]["name"] == "run"
-            text = "run run was previously created and deleted; try a new run name"
-            return (409, {"errors": [{"message": text}]}) if is_opened else answers(posted)
+            return (status, {"errors": [{"message": text}]}) if is_opened else answers(posted)
 
         server.graphql = refuse
         command = SEND if by == "send" else [*WATCH, "--until-done"]
         done = jobs.run(command, tmp_path, {**server.environment, "WANDB_INIT_TIMEOUT": "5"})
         assert done.returncode == 1
-        assert "was previously created and deleted" in done.output
-        assert "another one" in done.output
+        assert text in done.output
+        assert ("another one" in done.output) == (status == 409)
         (run,) = server.runs
         assert (run.id, numbers(run), run.state) == ("other", expected(1), "finished")
 
