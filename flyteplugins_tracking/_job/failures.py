@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from flyteplugins_tracking._job import siblings
 from flyteplugins_tracking._job.board import from_text, is_torch_loaded, job_board, to_text
@@ -25,6 +26,7 @@ from flyteplugins_tracking._job.failure import Failure, Verdict, first_cause
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.threads import run_with_timeout, wait_until
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
@@ -99,15 +101,16 @@ def _topic(is_secondary: bool) -> str:
 def _write_error_file(failure: Failure, env: Mapping[str, str]) -> None:
     """Write the failure as `record` does, unless the file is there.
 
+    The agent may read it at any time, and does not restart the job if it is not whole.
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/errors/error_handler.py
     """
     path = env.get(_ERROR_FILE)
-    if not path:
+    if not path or os.path.exists(path):
         return
     details = {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))}
     message = {"message": {"message": f"{failure.type}: {failure.message}", "extraInfo": details}}
-    with suppress(OSError), open(path, "x") as file:
-        json.dump(message, file)
+    with suppress(OSError):
+        replace_whole(Path(path), json.dumps(message))
 
 
 # What a rank that has a run does

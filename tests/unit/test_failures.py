@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
+from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures
@@ -252,6 +254,18 @@ def test_the_error_file_is_written_as_torchelastic_does_until_the_failure_is_wit
     assert {*written["message"]["extraInfo"]} == {"py_callstack", "timestamp"}
     withdraw_failure(failure, RANKS[1])
     assert not file.exists()
+
+
+def test_the_error_file_is_never_half_there(machine, monkeypatch):
+    """torchelastic's agent raises on such a file, and does not restart the job."""
+    file, found = machine / "error.json", list[str]()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    failure = replace(Failure.of_error(raised(ValueError("bad")), 1, 1), traceback="x" * 20_000_000)
+    reader = threading.Thread(target=lambda: found.append(wait_until(lambda: file.exists() and file.read_text())))
+    reader.start()
+    announce_failure(ValueError("bad"), failure, RANKS[1])
+    reader.join()
+    assert json.loads(found[0])["message"]["message"] == "ValueError: bad"
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, "ValueError"), ("the text", "SystemExit")])
