@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -92,7 +93,8 @@ def _send(paths: Sequence[Path], failed: list[str]) -> Iterator[str]:
                 yield send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
             if path in of_wandb:  # before 0.31, this process would wait at its exit for the end of the run
-                vendor.kill_service()
+                with suppress(TrackingError):
+                    vendor.kill_service()
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
 
