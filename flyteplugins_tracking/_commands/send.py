@@ -26,11 +26,7 @@ from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import NoSigterm, RunRequest
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.journal import (
-    StoredJournal,
-    require_all_sent,
-    stored,
-)
+from flyteplugins_tracking.trackers.journal import StoredJournal, require_all_sent, stored
 from flyteplugins_tracking.trackers.kept import SENT_LATER, OutboxHandle
 from flyteplugins_tracking.trackers.outbox import but_for, how_to_send, require_server, servers_in
 from flyteplugins_tracking.trackers.registry import find_tracker

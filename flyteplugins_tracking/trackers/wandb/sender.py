@@ -138,7 +138,7 @@ class Sender:
         self.place, self.rows = place, 0
         self._run, self._found, self._is_whole = run, found or vendor.Stored(), is_whole
         self._next = self._found.last_step + 1 if run is None else int(run.starting_step)
-        self._is_shared, self._is_defined = is_shared, False
+        self._is_shared, self._has_step_metric = is_shared, False
         self._later, self._reads = later, dict[Path, _Read]()
         self._sent: set[float] = set()  # the keys of rows that a later attempt may have logged again
         self._columns: set[str] = set()  # those of rows
@@ -213,6 +213,11 @@ class Sender:
                 read.known.clear()  # what is new from here on, W&B lacks
         self.rows += count
         return count
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The attempts that it has read, in their order."""
+        return [read.attempt for read in self._reads.values()]
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether an error says that wandb-core has died: then the run is opened again, and goes on."""
@@ -394,8 +399,8 @@ class Sender:
             if is_ended and not read.is_defined:  # wandb-core makes columns and the summary of it
                 read.is_defined = True
                 self._repeat(read, "metric")
-            if not self._is_defined and row.columns >= {RESTART_COUNT, metric}:
-                self._is_defined = bool(run.define_metric("*", step_metric=metric))
+            if not self._has_step_metric and row.columns >= {RESTART_COUNT, metric}:
+                self._has_step_metric = bool(run.define_metric("*", step_metric=metric))
             vendor.log_row(run, row.items, row.step, waits=count % _WAITING == 0)
             count += 1
         return count
@@ -731,10 +736,11 @@ def _send_before(made: outbox.WandbOutbox, left: Sequence[Attempt], run: Any, de
         attempts.await_count(directories, deadline)
     found = vendor.Reader(made.place).stored()  # steps alone do not tell whether others have logged meanwhile
     sender = Sender(run, made.place, found, is_shared=made.column is not None)
-    files = Files(made.place, left)
     with made.paused():  # it is kept where it is
         while sender.send(directories):
             pass
+        left = sender.attempts  # their journals are read
+        files = Files(made.place, left)
         if sender.rows:
             # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
             # a child's new row must not overtake these.
